@@ -1,0 +1,72 @@
+"""Who is READY, who abstained, and whom a ring should still wait for. Pure."""
+
+from __future__ import annotations
+
+from p2p_diloco.config import AgreementConfig, TimeoutConfig
+from p2p_diloco.identity import PeerId
+from p2p_diloco.proto.chain import Chain
+from p2p_diloco.proto.membership import Membership
+from p2p_diloco.wire.messages import Signed
+
+_S = 1_000_000_000
+# Phases in which a peer on our head is on its way to READY.
+_COMING = ("training", "ready", "ring", "voting", "waiting")
+
+
+class Attendance:
+    """One epoch's READYs and abstentions."""
+
+    def __init__(
+        self, chain: Chain, members: Membership, agreement: AgreementConfig, timeouts: TimeoutConfig
+    ) -> None:
+        self._chain, self._members = chain, members
+        self._agreement, self._timeouts = agreement, timeouts
+        self.readies: dict[PeerId, Signed] = {}
+        self.abstained: dict[PeerId, Signed] = {}
+        self._half_ready_ns = 0
+
+    def awaited(self, peer: PeerId, own_state: str) -> bool:
+        """True if a ring should wait for this peer's READY."""
+        if peer in self.readies or peer in self.abstained:
+            return False
+        if peer == self._members.me:
+            return own_state == "training"
+        member = self._members.get(peer)
+        progress = member.progress if member is not None else None
+        if progress is None or progress.epoch < self._chain.epoch:
+            return peer in self._chain.members  # the verdict is still on its way there
+        return progress.epoch == self._chain.epoch and progress.phase in _COMING
+
+    def waiting_for(self, own_state: str) -> list[PeerId]:
+        everyone = [self._members.me, *self._members.usable_peers()]
+        return [peer for peer in everyone if self.awaited(peer, own_state)]
+
+    def ring_candidates(self) -> list[PeerId]:
+        """READY peers that can be reached, in the order that the ring takes them."""
+        return [peer for peer in sorted(self.readies) if self._members.usable(peer)]
+
+    def note_ready(self, own_state: str, now_ns: int) -> None:
+        """Remember when half of those expected were READY: stragglers are timed from there."""
+        expected = len(self.ring_candidates()) + len(self.waiting_for(own_state))
+        if not self._half_ready_ns and 2 * len(self.readies) >= expected:
+            self._half_ready_ns = now_ns
+
+    def enough_for_ring(self) -> bool:
+        members = self.ring_candidates()
+        if self._chain.epoch == 0 and len(members) < self._agreement.min_peers:
+            return False
+        return bool(members) and self._chain.enough(self.abstained, members)
+
+    def ring_may_start(self, own_state: str, now_ns: int) -> bool:
+        """True if a quorum is READY and nobody else is worth waiting for (any longer)."""
+        if not self.enough_for_ring():
+            return False
+        return not self.waiting_for(own_state) or self._late(self._timeouts.view_s, now_ns)
+
+    def straggling(self, now_ns: int) -> bool:
+        """True if the half that is READY has waited long enough for the rest to stop early."""
+        return self._late(0.0, now_ns)
+
+    def _late(self, extra_s: float, now_ns: int) -> bool:
+        patience_ns = round((self._timeouts.straggler_s + extra_s) * _S)
+        return bool(self._half_ready_ns) and now_ns >= self._half_ready_ns + patience_ns

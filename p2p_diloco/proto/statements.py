@@ -1,0 +1,57 @@
+"""Signing and checking statements: one domain tag per kind, one run id in every signature."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.identity import PeerId, peer_id_of, verify
+from p2p_diloco.wire.messages import Body, Signed, decode_body, kind_of, pack_object
+
+_REMEMBERED = 4096
+
+
+class Signer(Protocol):
+    """What the machines need of an identity."""
+
+    @property
+    def public_key(self) -> bytes: ...
+    @property
+    def peer_id(self) -> PeerId: ...
+    def sign(self, domain: str, message: bytes) -> bytes: ...
+
+
+class Statements:
+    """Makes our statements and checks those of others; good ones are remembered (bounded)."""
+
+    def __init__(self, signer: Signer, run_id: bytes) -> None:
+        self._signer = signer
+        self._run_id = run_id
+        self._good: OrderedDict[bytes, tuple[PeerId, Body]] = OrderedDict()
+
+    @property
+    def me(self) -> PeerId:
+        return self._signer.peer_id
+
+    def make(self, body: Body) -> Signed:
+        """Sign ``body`` as ours."""
+        kind, packed = kind_of(body), pack_object(body)
+        signature = self._signer.sign(kind, self._run_id + packed)
+        return Signed(self._signer.public_key, kind, packed, signature)
+
+    def check(self, signed: Signed) -> tuple[PeerId, Body]:
+        """Return author and body; raise ProtocolViolation if the signature or the body is bad."""
+        name = signed.digest() + signed.signature
+        known = self._good.get(name)
+        if known is not None:
+            self._good.move_to_end(name)
+            return known
+        body = decode_body(signed.kind, signed.body)
+        if not verify(signed.public_key, signed.kind, self._run_id + signed.body, signed.signature):
+            raise ProtocolViolation(f"wrong signature under a {signed.kind} statement")
+        found = (peer_id_of(signed.public_key), body)
+        self._good[name] = found
+        if len(self._good) > _REMEMBERED:
+            self._good.popitem(last=False)
+        return found
