@@ -525,7 +525,7 @@ class EpochMachine:
         return self._try_convene(now_ns)
 
     def _patience_ns(self, seconds: float) -> int:
-        doubled = seconds * 2 ** min(self._attempts_lost, 10)
+        doubled = seconds * float(2 ** min(self._attempts_lost, 10))
         return round(min(doubled, self._timeouts.timeout_cap_s) * _S)
 
     # --- the verdict ---
@@ -552,7 +552,9 @@ class EpochMachine:
             self._move("verdict_mine" if have else "verdict_other", now_ns)
         self._drop_ring()
         if have:
-            effects.append(Compute(self._jobs.add("swap", ()), "swap", (certificate.state_root,)))
+            effects.append(
+                Compute(self._jobs.add("swap", ()), "swap", (certificate.state_root, certificate.epoch))
+            )
         self._reset(now_ns)
         return [*effects, *self._replay_future(now_ns)]
 

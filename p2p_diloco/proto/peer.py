@@ -396,7 +396,7 @@ class PeerMachine:
             "ns": now_ns - self._waiting_since_ns,
         }
         job = self._jobs.add("install", (catchup.root, catchup.epoch))
-        return [ev.Metric("caught_up", values), ev.Compute(job, "swap", (catchup.root,))]
+        return [ev.Metric("caught_up", values), ev.Compute(job, "swap", (catchup.root, catchup.epoch))]
 
     def _on_installed(self, note: tuple[Any, ...], now_ns: int) -> list[Effect]:
         root, epoch = note

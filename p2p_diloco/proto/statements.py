@@ -34,6 +34,10 @@ class Statements:
     def me(self) -> PeerId:
         return self._signer.peer_id
 
+    @property
+    def public_key(self) -> bytes:
+        return self._signer.public_key
+
     def make(self, body: Body) -> Signed:
         """Sign ``body`` as ours."""
         kind, packed = kind_of(body), pack_object(body)

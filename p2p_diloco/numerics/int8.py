@@ -1,0 +1,232 @@
+"""The wire codec: int8 with one fp32 absmax scale per block of 256 values, sums in fp32.
+
+A payload is the blocks' scales (fp32, little-endian) and then the codes (int8, the last block partial).
+Work goes in sub-blocks that fit the cache, through single numpy operations in a fixed order, so every CPU
+and every thread count gives the same bits. Kind ``fp32`` sends the values as they are, for tests of
+exactness; its payload is little-endian fp32.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.numerics.layout import BLOCK
+
+Flat = NDArray[np.float32]
+_SUB: Final = 64 * 1024  # values handled at a time: 256 KiB of fp32, a share of a core's L2 cache
+# A scale below the smallest normal number has no finite inverse on all CPUs: such a block becomes zeros.
+_SMALLEST_SCALE: Final = np.float32(2.0**-126)
+_LARGEST_SCALE: Final = np.float32(np.finfo(np.float32).max / np.float32(127))
+
+
+class NonFiniteError(ValueError):
+    """A value to be encoded is NaN or infinite."""
+
+
+@dataclass
+class ErrorStats:
+    """Squares of what encoding lost and of what was encoded, over the first sub-block of each call."""
+
+    lost: float = 0.0
+    total: float = 0.0
+
+    def relative(self) -> float:
+        """Root of lost over total, 0 if nothing was encoded."""
+        return float((self.lost / self.total) ** 0.5) if self.total > 0 else 0.0
+
+
+class _Scratch(threading.local):
+    """Per thread: two fp32 work arrays of one sub-block."""
+
+    def __init__(self) -> None:
+        self.values: Flat = np.empty(_SUB, np.float32)
+        self.work: Flat = np.empty(_SUB, np.float32)
+
+
+_scratch = _Scratch()
+
+
+class Codec:
+    """Stateless; all methods may run in several threads at once. Arrays are 1-D fp32, C-contiguous."""
+
+    def __init__(self, kind: Literal["int8", "fp32"] = "int8") -> None:
+        self.kind = kind
+
+    def payload_bytes(self, values: int) -> int:
+        """Length of the payload of ``values`` values."""
+        return 4 * values if self.kind == "fp32" else 4 * _blocks(values) + values
+
+    def encode(self, x: Flat, stats: ErrorStats | None = None) -> bytes:
+        """Payload of ``x``; raises NonFiniteError."""
+        return self._build(x.size, None, x, None, None, stats)
+
+    def first(self, own: Flat, weight: float, stats: ErrorStats | None = None) -> bytes:
+        """Payload of ``weight * own``: the start of a chunk's route; raises NonFiniteError."""
+        return self._build(own.size, None, own, np.float32(weight), None, stats)
+
+    def hop(self, payload: bytes, own: Flat, weight: float, stats: ErrorStats | None = None) -> bytes:
+        """Payload of ``decoded + weight * own``; raises ProtocolViolation for a bad payload."""
+        return self._build(own.size, payload, own, np.float32(weight), None, stats)
+
+    def finish(
+        self,
+        payload: bytes,
+        own: Flat,
+        weight: float,
+        total_weight: float,
+        stats: ErrorStats | None = None,
+    ) -> bytes:
+        """Payload of ``(decoded + weight * own) / total_weight``: the mean, encoded once."""
+        return self._build(own.size, payload, own, np.float32(weight), np.float32(total_weight), stats)
+
+    def single(self, own: Flat, stats: ErrorStats | None = None) -> bytes:
+        """Payload of a mean over one contribution."""
+        return self.encode(own, stats)
+
+    def decode(self, payload: bytes, values: int, out: Flat | None = None) -> Flat:
+        """fp32 values of a payload; raises ProtocolViolation for a wrong length or bad content."""
+        result = np.empty(values, np.float32) if out is None else out
+        parts = self._open(payload, values)
+        for start in range(0, values, _SUB):
+            stop = min(start + _SUB, values)
+            self._decode_part(parts, start, stop, result[start:stop])
+        return result
+
+    def error_bound(self, x: Flat) -> Flat:
+        """Largest ``|decode(encode(x)) - x|`` per value: half a step of its block, rounding, and what a
+        block too small for a scale loses."""
+        if self.kind == "fp32":
+            return np.zeros_like(x)
+        peaks = np.repeat(_peaks(np.abs(x)), BLOCK)[: x.size]
+        bound = peaks * np.float32(0.5 / 127) * np.float32(1 + 1e-5) + peaks * np.float32(2.0**-20)
+        small = peaks < np.float32(127) * _SMALLEST_SCALE * np.float32(1.001)
+        return np.where(small, np.maximum(peaks, bound), bound).astype(np.float32)
+
+    # --- parts ---
+
+    def _build(
+        self,
+        values: int,
+        payload: bytes | None,
+        own: Flat,
+        weight: np.float32 | None,
+        divisor: np.float32 | None,
+        stats: ErrorStats | None,
+    ) -> bytes:
+        out = np.empty(self.payload_bytes(values), np.uint8)
+        target = self._parts(out, values)
+        source = None if payload is None else self._open(payload, values)
+        for start in range(0, values, _SUB):
+            stop = min(start + _SUB, values)
+            x = _scratch.values[: stop - start]
+            if weight is None:
+                np.copyto(x, own[start:stop])
+            else:
+                np.multiply(own[start:stop], weight, out=x)
+            if source is not None:
+                work = _scratch.work[: stop - start]
+                self._decode_part(source, start, stop, work)
+                with np.errstate(over="ignore"):
+                    np.add(work, x, out=x)
+            if divisor is not None:
+                np.divide(x, divisor, out=x)
+            self._encode_part(x, target, start, stop, blame_remote=payload is not None)
+            if stats is not None and start == 0:
+                self._measure(x, target, stop, stats)
+        return out.tobytes()
+
+    def _parts(self, buffer: NDArray[np.uint8], values: int) -> tuple[Any, ...]:
+        if self.kind == "fp32":
+            return (buffer.view("<f4"),)
+        head = 4 * _blocks(values)
+        return buffer[:head].view("<f4"), buffer[head:].view(np.int8)
+
+    def _open(self, payload: bytes, values: int) -> tuple[Any, ...]:
+        """Views of a payload whose length and scales are sound."""
+        wanted = self.payload_bytes(values)
+        if len(payload) != wanted:
+            raise ProtocolViolation(f"payload of {len(payload)} bytes where {wanted} are due")
+        parts = self._parts(np.frombuffer(payload, np.uint8), values)
+        if self.kind == "fp32":
+            if not np.isfinite(parts[0]).all():
+                raise ProtocolViolation("payload holds a value that is not finite")
+            return parts
+        scales = parts[0]
+        if scales.size and not (scales.min() >= 0 and scales.max() <= _LARGEST_SCALE):  # NaN fails both
+            raise ProtocolViolation("payload holds a scale that is not finite, negative or oversized")
+        return parts
+
+    def _decode_part(self, parts: tuple[Any, ...], start: int, stop: int, out: Flat) -> None:
+        if self.kind == "fp32":
+            np.copyto(out, parts[0][start:stop])
+            return
+        scales, codes = parts
+        piece = codes[start:stop]
+        if piece.size and piece.min() == -128:
+            raise ProtocolViolation("payload holds the code -128")
+        np.copyto(out, piece, casting="same_kind")
+        whole = piece.size // BLOCK
+        rows = out[: whole * BLOCK].reshape(whole, BLOCK)
+        first = start // BLOCK
+        np.multiply(rows, scales[first : first + whole, None], out=rows)
+        rest = out[whole * BLOCK :]
+        if rest.size:
+            np.multiply(rest, scales[first + whole], out=rest)
+
+    def _encode_part(
+        self, x: Flat, target: tuple[Any, ...], start: int, stop: int, blame_remote: bool
+    ) -> None:
+        """Encode one sub-block into its place; ``x`` is left as it is."""
+        work = _scratch.work[: x.size]
+        np.abs(x, out=work)
+        peaks = _peaks(work)
+        if not np.isfinite(peaks).all():
+            if blame_remote:
+                raise ProtocolViolation("the sum with this payload is not finite")
+            raise NonFiniteError("a value to be sent is not finite")
+        if self.kind == "fp32":
+            target[0][start:stop] = x
+            return
+        scales = peaks / np.float32(127)
+        scales[scales < _SMALLEST_SCALE] = 0
+        inverse = np.zeros_like(scales)
+        np.divide(np.float32(1), scales, out=inverse, where=scales > 0)
+        whole = x.size // BLOCK
+        rows = work[: whole * BLOCK].reshape(whole, BLOCK)
+        np.multiply(x[: whole * BLOCK].reshape(whole, BLOCK), inverse[:whole, None], out=rows)
+        if whole * BLOCK < x.size:
+            np.multiply(x[whole * BLOCK :], inverse[whole], out=work[whole * BLOCK :])
+        np.rint(work, out=work)
+        first = start // BLOCK
+        target[0][first : first + scales.size] = scales
+        np.copyto(target[1][start:stop], work, casting="unsafe")
+
+    def _measure(self, x: Flat, target: tuple[Any, ...], stop: int, stats: ErrorStats) -> None:
+        work = _scratch.work[: x.size]
+        self._decode_part(target, 0, stop, work)
+        np.subtract(work, x, out=work)
+        # Scaled by the peak, so that huge values do not overflow their squares.
+        peak = float(np.abs(x).max()) if x.size else 0.0
+        if peak > 0:
+            stats.lost += float(np.square(work / np.float32(peak)).sum(dtype=np.float64))
+            stats.total += float(np.square(x / np.float32(peak)).sum(dtype=np.float64))
+
+
+def _blocks(values: int) -> int:
+    return -(-values // BLOCK)
+
+
+def _peaks(magnitudes: Flat) -> Flat:
+    """Largest magnitude of each block (NaN if it has one); the last block may be partial."""
+    whole = magnitudes.size // BLOCK
+    peaks = np.empty(_blocks(magnitudes.size), np.float32)
+    np.max(magnitudes[: whole * BLOCK].reshape(whole, BLOCK), axis=1, out=peaks[:whole])
+    if whole < peaks.size:
+        peaks[whole] = magnitudes[whole * BLOCK :].max()
+    return peaks
