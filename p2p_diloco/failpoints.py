@@ -24,7 +24,9 @@ class Failpoints:
         if text:
             point, _, epoch = text.partition("@")
             if point not in POINTS or not epoch.isdigit():
-                raise ConfigError(f"{VARIABLE}={text}: expected POINT@EPOCH with a point of {', '.join(POINTS)}")
+                raise ConfigError(
+                    f"{VARIABLE}={text}: expected POINT@EPOCH with a point of {', '.join(POINTS)}"
+                )
             self._point, self._epoch = point, int(epoch)
 
     def hit(self, point: str, epoch: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import secrets
@@ -17,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from p2p_diloco.bridge.api import OnEvent, TrainerDied, TrainerEvent
 from p2p_diloco.bridge.client import (
@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_COMMAND = ("-m", "p2p_diloco.train.trainer")
 _QUEUED_COMMANDS = 64
 _LOG_LIMIT_BYTES = 16 * 1024 * 1024
-_TAIL_BYTES = 2048
+_SEARCHED_BYTES = 64 * 1024
+_TAIL_CHARACTERS = 2048
 _GRACE_S = 5.0
 
 
@@ -67,6 +68,7 @@ class _Rank:
     outgoing: asyncio.Queue[Command]
     rank: int = -1
     pid: int = 0
+    failure: str = ""
     pidfd: int = -1
     tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
 
@@ -114,7 +116,7 @@ class TrainerHost:
         self._round_left: set[int] = set()
         self._round_epoch = -1
         self._round_report: RoundDone | None = None
-        self._failure = ""
+        self._log_start = 0
         self._closing = False
         self._ended: asyncio.Task[None] | None = None
 
@@ -143,7 +145,7 @@ class TrainerHost:
             self._tasks.append(loop.create_task(self._await_exit()))
             self._schema = await asyncio.wait_for(asyncio.shield(self._schema_ready), self._start_timeout_s)
         except TimeoutError:
-            text = f"the trainer was not ready within {self._start_timeout_s:.0f} s"
+            text = f"the trainer was not ready within {self._start_timeout_s:g} s"
             await self.stop(_GRACE_S)
             raise TrainerError(self._with_tail(text)) from None
         except BaseException:
@@ -178,7 +180,8 @@ class TrainerHost:
         try:
             await asyncio.wait_for(asyncio.shield(self._initial_ready), self._initial_timeout_s)
         except TimeoutError:
-            text = f"the trainer did not write its weights within {self._initial_timeout_s:.0f} s"
+            self._initial_ready = None
+            text = f"the trainer did not write its weights within {self._initial_timeout_s:g} s"
             raise TrainerError(self._with_tail(text)) from None
 
     def start_round(self, command: Round) -> None:
@@ -208,6 +211,7 @@ class TrainerHost:
         await _exit_within(process, timeout_s * 0.6)
         await self._kill(timeout_s * 0.3)
         await self._clean_up()
+        self._refuse_waiting(TrainerError("the trainer was stopped"))
 
     def _listen(self) -> str:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -231,23 +235,34 @@ class TrainerHost:
             self._directory.cleanup()
             self._directory = None
 
-    async def _launch(self, address: str) -> None:
+    def _environment(self, address: str) -> dict[str, str]:
         env = dict(os.environ)
         env[ENV_ADDRESS] = address
         env[ENV_RUN] = self._run.model_dump_json()
         env[ENV_PEER] = self._peer.model_dump_json()
         env[ENV_SEED] = str(self._run.seed if self._founder else self._peer.trainer_seed)
         env[ENV_STARTS] = str(self.starts)
+        # The ranks must find this very package, installed or not.
+        package_root = str(Path(__file__).resolve().parents[2])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
         if self._peer.trainer_threads:
             env["OMP_NUM_THREADS"] = str(self._peer.trainer_threads)
+        return env
+
+    def _open_log(self) -> BinaryIO:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._log_path.exists() and self._log_path.stat().st_size > _LOG_LIMIT_BYTES:
+            self._log_path.replace(self._log_path.with_suffix(self._log_path.suffix + ".1"))
+        log = self._log_path.open("ab")
+        self._log_start = log.tell()
+        return log
+
+    async def _launch(self, address: str) -> None:
         launcher = (
             *("-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
             *("--nproc-per-node", str(self._peer.ranks)),
         )
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self._log_path.exists() and self._log_path.stat().st_size > _LOG_LIMIT_BYTES:
-            self._log_path.replace(self._log_path.with_suffix(self._log_path.suffix + ".1"))
-        with self._log_path.open("ab") as log:
+        with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *launcher,
@@ -255,7 +270,7 @@ class TrainerHost:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=env,
+                env=self._environment(address),
                 start_new_session=True,
             )
 
@@ -277,7 +292,7 @@ class TrainerHost:
     async def _read(self, rank: _Rank) -> None:
         loop = asyncio.get_running_loop()
         reader = FrameReader(HELLO_LIMIT_BYTES)
-        text = "closed the bridge"
+        text = ""
         try:
             while data := await loop.sock_recv(rank.connection, 65536):
                 for message in reader.feed(data):
@@ -286,7 +301,7 @@ class TrainerHost:
         except (OSError, ProtocolViolation) as error:
             text = f"broke the bridge: {error}"
         name = f"rank {rank.rank}" if rank.rank >= 0 else f"process {rank.pid}"
-        self._fail(f"trainer {name} {text}")
+        self._fail(f"trainer {name} {text or rank.failure or 'ended without a word'}")
 
     async def _write(self, rank: _Rank) -> None:
         loop = asyncio.get_running_loop()
@@ -309,10 +324,10 @@ class TrainerHost:
     def _take(self, rank: _Rank, message: Control) -> None:
         if isinstance(message, Hello):
             self._take_hello(rank, message)
+        elif isinstance(message, Failed):
+            rank.failure = f"failed: {message.text}"
         elif rank.rank < 0:
-            if not isinstance(message, Failed):
-                raise ProtocolViolation(f"{type(message).__name__} before Hello")
-            self._failure = self._failure or message.text
+            raise ProtocolViolation(f"{type(message).__name__} before Hello")
         elif isinstance(message, Progress):
             if rank.rank == 0:
                 self._emit(message)
@@ -322,9 +337,6 @@ class TrainerHost:
             self._initial_left.discard(rank.rank)
             if not self._initial_left and self._initial_ready is not None and not self._initial_ready.done():
                 self._initial_ready.set_result(None)
-        elif isinstance(message, Failed):
-            # The first to fail names the cause; the other ranks fail in its wake.
-            self._failure = self._failure or f"rank {rank.rank}: {message.text}"
         else:
             raise ProtocolViolation(f"a rank sent a {type(message).__name__}")
 
@@ -335,6 +347,7 @@ class TrainerHost:
         if message.ranks != self._peer.ranks:
             raise ProtocolViolation(f"rank {message.rank} counts {message.ranks} ranks")
         rank.rank = message.rank
+        rank.pid = rank.pid or message.pid
         if message.rank == 0:
             self._schema = Schema.from_bytes(message.schema)
         logger.debug("trainer rank %d is process %d on %s", message.rank, message.pid, message.device)
@@ -368,16 +381,19 @@ class TrainerHost:
         # Give the launcher a moment: it writes the traceback of the rank that failed first.
         await _exit_within(self._process, _GRACE_S)
         await self._kill(_GRACE_S)
-        if self._failure:
-            text = f"{text}: {self._failure}"
         error = TrainerError(self._with_tail(text))
         await self._clean_up()
-        waiting = [future for future in (self._schema_ready, self._initial_ready) if future is not None]
-        pending = [future for future in waiting if not future.done()]
-        for future in pending:
-            future.set_exception(error)
-        if self._schema_ready not in pending and not self._closing:
+        starting = self._schema_ready is not None and not self._schema_ready.done()
+        self._refuse_waiting(error)
+        if not starting and not self._closing:
             self._emit(TrainerDied(str(error)))
+
+    def _refuse_waiting(self, error: TrainerError) -> None:
+        """Let a `start` or `write_initial` that still waits raise ``error``."""
+        for future in (self._schema_ready, self._initial_ready):
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # marked as seen: perhaps nobody waits any more
 
     async def _kill(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL, to the launcher's group and to every rank (they have own groups)."""
@@ -413,9 +429,9 @@ class TrainerHost:
     def _with_tail(self, text: str) -> str:
         try:
             with self._log_path.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - _TAIL_BYTES))
-                tail = log.read().decode("utf-8", "replace").strip()
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _SEARCHED_BYTES))
+                tail = _last_words(log.read().decode("utf-8", "replace"))
         except OSError as error:
             tail = f"(unreadable: {error.strerror})"
         return f"{text}; log {self._log_path} ends with:\n{tail}"
@@ -423,6 +439,17 @@ class TrainerHost:
     def _emit(self, event: TrainerEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
+
+
+def _last_words(log: str) -> str:
+    """The end of what the ranks wrote. The launcher follows a crash with pages of its own, of which only
+    the line with the exit status helps."""
+    lines = log.splitlines()
+    for index, line in enumerate(lines):
+        if "failed (exitcode:" in line:
+            lines = lines[: index + 1]
+            break
+    return "\n".join(lines)[-_TAIL_CHARACTERS:].strip()
 
 
 async def _exit_within(process: asyncio.subprocess.Process, timeout_s: float) -> None:

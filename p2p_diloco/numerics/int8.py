@@ -9,7 +9,8 @@ exactness; its payload is little-endian fp32.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -22,7 +23,8 @@ Flat = NDArray[np.float32]
 _SUB: Final = 64 * 1024  # values handled at a time: 256 KiB of fp32, a share of a core's L2 cache
 # A scale below the smallest normal number has no finite inverse on all CPUs: such a block becomes zeros.
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
-_LARGEST_SCALE: Final = np.float32(np.finfo(np.float32).max / np.float32(127))
+# One below max/127, which rounds up: 127 times this is finite.
+_LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
 
 
 class NonFiniteError(ValueError):
@@ -35,6 +37,13 @@ class ErrorStats:
 
     lost: float = 0.0
     total: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, lost: float, total: float) -> None:
+        """Count one sub-block; safe from several threads."""
+        with self._lock:
+            self.lost += lost
+            self.total += total
 
     def relative(self) -> float:
         """Root of lost over total, 0 if nothing was encoded."""
@@ -71,7 +80,8 @@ class Codec:
         return self._build(own.size, None, own, np.float32(weight), None, stats)
 
     def hop(self, payload: bytes, own: Flat, weight: float, stats: ErrorStats | None = None) -> bytes:
-        """Payload of ``decoded + weight * own``; raises ProtocolViolation for a bad payload."""
+        """Payload of ``decoded + weight * own``. ProtocolViolation for a bad payload or a sum that it makes
+        overflow; NonFiniteError if our own part is not finite."""
         return self._build(own.size, payload, own, np.float32(weight), None, stats)
 
     def finish(
@@ -82,7 +92,7 @@ class Codec:
         total_weight: float,
         stats: ErrorStats | None = None,
     ) -> bytes:
-        """Payload of ``(decoded + weight * own) / total_weight``: the mean, encoded once."""
+        """Payload of ``(decoded + weight * own) / total_weight``: the mean, encoded once. Raises as `hop`."""
         return self._build(own.size, payload, own, np.float32(weight), np.float32(total_weight), stats)
 
     def single(self, own: Flat, stats: ErrorStats | None = None) -> bytes:
@@ -92,11 +102,17 @@ class Codec:
     def decode(self, payload: bytes, values: int, out: Flat | None = None) -> Flat:
         """fp32 values of a payload; raises ProtocolViolation for a wrong length or bad content."""
         result = np.empty(values, np.float32) if out is None else out
-        parts = self._open(payload, values)
+        read = self.reader(payload, values)
         for start in range(0, values, _SUB):
             stop = min(start + _SUB, values)
-            self._decode_part(parts, start, stop, result[start:stop])
+            read(start, stop, result[start:stop])
         return result
+
+    def reader(self, payload: bytes, values: int) -> Callable[[int, int, Flat], None]:
+        """``read(start, stop, out)`` that decodes values start..stop of a payload, ``start`` being a multiple
+        of the block. Both calls raise ProtocolViolation, this one for a wrong length or scale."""
+        parts = self._open(payload, values)
+        return lambda start, stop, out: self._decode_part(parts, start, stop, out)
 
     def error_bound(self, x: Flat) -> Flat:
         """Largest ``|decode(encode(x)) - x|`` per value: half a step of its block, rounding, and what a
@@ -122,24 +138,33 @@ class Codec:
         out = np.empty(self.payload_bytes(values), np.uint8)
         target = self._parts(out, values)
         source = None if payload is None else self._open(payload, values)
-        for start in range(0, values, _SUB):
-            stop = min(start + _SUB, values)
-            x = _scratch.values[: stop - start]
-            if weight is None:
-                np.copyto(x, own[start:stop])
-            else:
-                np.multiply(own[start:stop], weight, out=x)
-            if source is not None:
-                work = _scratch.work[: stop - start]
-                self._decode_part(source, start, stop, work)
-                with np.errstate(over="ignore"):
+        # What is not finite is found below, so the floating-point warnings would only repeat it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, values, _SUB):
+                stop = min(start + _SUB, values)
+                x = _scratch.values[: stop - start]
+                self._weigh(own[start:stop], weight, x)
+                if source is not None:
+                    work = _scratch.work[: stop - start]
+                    self._decode_part(source, start, stop, work)
                     np.add(work, x, out=x)
-            if divisor is not None:
-                np.divide(x, divisor, out=x)
-            self._encode_part(x, target, start, stop, blame_remote=payload is not None)
-            if stats is not None and start == 0:
-                self._measure(x, target, stop, stats)
+                if divisor is not None:
+                    np.divide(x, divisor, out=x)
+                if not self._encode_part(x, target, start, stop):
+                    self._weigh(own[start:stop], weight, x)
+                    if source is not None and np.isfinite(x).all():
+                        raise ProtocolViolation("the sum with this payload is not finite")
+                    raise NonFiniteError("a value to be sent is not finite")
+                if stats is not None and start == 0:
+                    self._measure(x, target, stop, stats)
         return out.tobytes()
+
+    @staticmethod
+    def _weigh(own: Flat, weight: np.float32 | None, out: Flat) -> None:
+        if weight is None:
+            np.copyto(out, own)
+        else:
+            np.multiply(own, weight, out=out)
 
     def _parts(self, buffer: NDArray[np.uint8], values: int) -> tuple[Any, ...]:
         if self.kind == "fp32":
@@ -179,21 +204,17 @@ class Codec:
         if rest.size:
             np.multiply(rest, scales[first + whole], out=rest)
 
-    def _encode_part(
-        self, x: Flat, target: tuple[Any, ...], start: int, stop: int, blame_remote: bool
-    ) -> None:
-        """Encode one sub-block into its place; ``x`` is left as it is."""
+    def _encode_part(self, x: Flat, target: tuple[Any, ...], start: int, stop: int) -> bool:
+        """Encode one sub-block into its place; ``x`` is left as it is. False if it is not finite."""
         work = _scratch.work[: x.size]
         np.abs(x, out=work)
         peaks = _peaks(work)
         if not np.isfinite(peaks).all():
-            if blame_remote:
-                raise ProtocolViolation("the sum with this payload is not finite")
-            raise NonFiniteError("a value to be sent is not finite")
+            return False
         if self.kind == "fp32":
             target[0][start:stop] = x
-            return
-        scales = peaks / np.float32(127)
+            return True
+        scales = np.minimum(peaks / np.float32(127), _LARGEST_SCALE)
         scales[scales < _SMALLEST_SCALE] = 0
         inverse = np.zeros_like(scales)
         np.divide(np.float32(1), scales, out=inverse, where=scales > 0)
@@ -206,16 +227,14 @@ class Codec:
         first = start // BLOCK
         target[0][first : first + scales.size] = scales
         np.copyto(target[1][start:stop], work, casting="unsafe")
+        return True
 
     def _measure(self, x: Flat, target: tuple[Any, ...], stop: int, stats: ErrorStats) -> None:
         work = _scratch.work[: x.size]
         self._decode_part(target, 0, stop, work)
         np.subtract(work, x, out=work)
-        # Scaled by the peak, so that huge values do not overflow their squares.
-        peak = float(np.abs(x).max()) if x.size else 0.0
-        if peak > 0:
-            stats.lost += float(np.square(work / np.float32(peak)).sum(dtype=np.float64))
-            stats.total += float(np.square(x / np.float32(peak)).sum(dtype=np.float64))
+        # In fp64, whose range holds the squares of all fp32 values.
+        stats.add(float(np.square(work, dtype=np.float64).sum()), float(np.square(x, dtype=np.float64).sum()))
 
 
 def _blocks(values: int) -> int:

@@ -69,7 +69,14 @@ class Schema:
         if len(data) > MAX_SCHEMA_BYTES:
             raise ProtocolViolation(f"schema of {len(data)} bytes where {MAX_SCHEMA_BYTES} are allowed")
         try:
-            rows = msgpack.unpackb(data, raw=False, use_list=True, max_ext_len=0, max_map_len=0)
+            rows = msgpack.unpackb(
+                data,
+                raw=False,
+                max_array_len=MAX_TENSORS,
+                max_ext_len=0,
+                max_map_len=0,
+                list_hook=_ListBudget(),
+            )
         except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
             raise ProtocolViolation(f"schema is not msgpack: {type(error).__name__}") from None
         if type(rows) is not list or len(rows) > MAX_TENSORS:
@@ -79,6 +86,8 @@ class Schema:
             raise ProtocolViolation(f"schema has {schema.total_values} values where {MAX_VALUES} are allowed")
         if len({tensor.name for tensor in schema.tensors}) != len(schema.tensors):
             raise ProtocolViolation("schema names a tensor twice")
+        if schema.to_bytes() != data:
+            raise ProtocolViolation("schema is not in its canonical form")
         return schema
 
     def hash(self) -> bytes:
@@ -105,6 +114,20 @@ class Schema:
         if ours < all_theirs:
             return f"tensor {other.tensors[ours].name} is in the run and not here"
         return ""
+
+
+class _ListBudget:
+    """Counts the lists of a schema while they are read: 4 MiB of one-byte empty lists would take some
+    hundred MiB of memory before anyone looked at them."""
+
+    def __init__(self) -> None:
+        self._left = 2 * MAX_TENSORS + 1  # a row and a shape for each tensor, and the list of rows
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("too many lists")
+        return items
 
 
 def _tensor(row: Any) -> TensorSpec:

@@ -24,7 +24,8 @@ def nesterov_update(
 ) -> None:
     """``m' = mu*m + g;  a' = a - lr*(g + mu*m')``, elementwise fp32 on 1-D arrays of one length.
 
-    ``mean`` is overwritten. The outputs must not overlap the inputs. With ``mu`` 0 this is plain SGD.
+    The outputs and ``scratch`` (at least as long as ``mean``) must not overlap the inputs. With ``mu`` 0
+    this is plain SGD.
     """
     work = np.empty_like(mean) if scratch is None else scratch[: mean.size]
     rate, keep = np.float32(lr), np.float32(mu)

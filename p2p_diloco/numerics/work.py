@@ -52,7 +52,7 @@ class WorkTable:
             check = self.state.check_delta(chunk)
             if not check.finite:
                 where = self._schema.tensor_at(check.bad_index)
-                return f"the delta is not finite (first in {where})", bytes(32)
+                return f"the delta is not finite or beyond all reason (first in {where})", bytes(32)
             squares += check.sum_squares
             leaves.append(check.leaf)
         self.delta_norm = squares**0.5
@@ -83,7 +83,7 @@ class WorkTable:
             raise ProtocolViolation(str(gone)) from None
 
     def _read_chunk(self, root: bytes, chunk: int) -> bytes:
-        if chunk >= self.state.layout.chunks:
+        if not 0 <= chunk < self.state.layout.chunks:
             raise ProtocolViolation(f"chunk {chunk} does not exist")
         try:
             return self.state.read_chunk(root, chunk)

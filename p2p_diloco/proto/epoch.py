@@ -454,6 +454,10 @@ class EpochMachine:
         if self.state in ("ready", "promised", "sitting_out"):
             effects += self._try_convene(now_ns)
             effects += self._look_at_convener(now_ns)
+        if self._in_play() and not self._deadline_ns:
+            usable = [v for v in self._chain.voters if self._members.usable(v)]
+            if not self._chain.enough(self._attendance.abstained, usable):
+                effects += self._quorum_lost("voters are not reachable", usable, now_ns)
         if self.state == "ready" and not self._deadline_ns and self._all_ready(now_ns):
             self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
         if self.state == "voting" and not self._can_decide():

@@ -128,7 +128,7 @@ class World:
         peer.machine = PeerMachine(peer.identity, setup, generator, self.now_ns)
         peer.table = WorkTable(state, self.schema)
         peer.stopped = ""
-        self._feed(peer, ev.TrainerBack())
+        self.feed(peer, ev.TrainerBack())
         chosen = [p.index for p in self.peers if p.alive] if seeds is None else seeds
         for index in chosen:
             other = self.peers[index]
@@ -194,7 +194,7 @@ class World:
 
     # --- effects ---
 
-    def _feed(self, peer: SimPeer, event: ev.Event) -> None:
+    def feed(self, peer: SimPeer, event: ev.Event) -> None:
         if peer.machine is None:
             return
         for effect in peer.machine.handle(event, self.now_ns):
@@ -217,7 +217,7 @@ class World:
 
     def _tick(self, peer: SimPeer, life: int, due: int) -> None:
         if peer.lives == life and self._tick_at.get(peer.index) == due:
-            self._feed(peer, ev.Tick())
+            self.feed(peer, ev.Tick())
 
     def _carry_out(self, peer: SimPeer, effect: ev.Effect) -> None:
         match effect:
@@ -243,7 +243,7 @@ class World:
             case ev.Metric(kind=kind, values=values):
                 peer.metrics.append((kind, values))
             case ev.Finished(reason=reason):
-                self.after(0, lambda: self.kill(peer, reason))
+                self.after(_S // 5, lambda: self.kill(peer, reason))  # what was sent still arrives
 
     def _later(self, peer: SimPeer, delay_ns: int, action: Callable[[], None]) -> None:
         life = peer.lives
@@ -252,7 +252,7 @@ class World:
     def _train(self, peer: SimPeer, epoch: int, steps: int) -> None:
         assert peer.table is not None
         peer.table.state.buffers.delta[:] = self.delta_of(peer, epoch)
-        self._feed(peer, ev.RoundDone(epoch, steps, 100 + peer.index, 1.0))
+        self.feed(peer, ev.RoundDone(epoch, steps, 100 + peer.index, 1.0))
 
     def _compute(self, peer: SimPeer, job: int, op: str, arguments: tuple[Any, ...]) -> None:
         def work() -> None:
@@ -261,20 +261,20 @@ class World:
                 event = ev.ComputeDone(job, peer.table.run(op, arguments))
             except ProtocolViolation as violation:
                 event = ev.ComputeDone(job, None, str(violation))
-            self._feed(peer, event)
+            self.feed(peer, event)
 
         self._later(peer, self.random.randint(100_000, 2_000_000), work)
 
     def _persisted(self, peer: SimPeer, record: int, kind: str, data: bytes) -> None:
         peer.disk.append((kind, data))
-        self._feed(peer, ev.Persisted(record))
+        self.feed(peer, ev.Persisted(record))
 
     def _send_frame(self, peer: SimPeer, frame: ev.SendFrame) -> None:
         event = ev.FrameIn(
             peer.peer_id, frame.kind, frame.tag, frame.chunk, frame.hop, frame.weight, frame.payload
         )
         if not self._transmit(peer, frame.peer, event, "data"):
-            self._later(peer, 0, lambda: self._feed(peer, ev.LaneFailed(frame.peer, "no link")))
+            self._later(peer, 0, lambda: self.feed(peer, ev.LaneFailed(frame.peer, "no link")))
 
     def _transmit(self, peer: SimPeer, target: PeerId, event: ev.Event, lane: str) -> bool:
         """Deliver in order per direction and lane, if the link is still the same one then."""
@@ -289,7 +289,7 @@ class World:
 
         def deliver() -> None:
             if link in self._links and other.lives == life:
-                self._feed(other, event)
+                self.feed(other, event)
 
         self.after(due - self.now_ns, deliver)
         return True
@@ -299,11 +299,11 @@ class World:
             other = self._by_id(target)
             link = frozenset((peer.index, other.index))
             if link in self._cut or not other.alive:
-                self._feed(peer, ev.DialFailed(target, "no answer"))
+                self.feed(peer, ev.DialFailed(target, "no answer"))
             elif link not in self._links:
                 self._links.add(link)
-                self._feed(peer, ev.LinkUp(target, self._address(other)))
-                self._feed(other, ev.LinkUp(peer.peer_id, self._address(peer)))
+                self.feed(peer, ev.LinkUp(target, self._address(other)))
+                self.feed(other, ev.LinkUp(peer.peer_id, self._address(peer)))
 
         self._later(peer, self.random.randint(*self.delay_ns), dial)
 
@@ -316,7 +316,7 @@ class World:
             self._tell_down(self.peers[index], self.peers[other].peer_id, reason)
 
     def _tell_down(self, peer: SimPeer, lost: PeerId, reason: str) -> None:
-        self._later(peer, 1_000_000, lambda: self._feed(peer, ev.LinkDown(lost, reason)))
+        self._later(peer, 1_000_000, lambda: self.feed(peer, ev.LinkDown(lost, reason)))
 
     def _by_id(self, peer_id: PeerId) -> SimPeer:
         return next(peer for peer in self.peers if peer.peer_id == peer_id)
