@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,11 @@ from p2p_diloco.numerics.outer import nesterov_update
 
 Flat = NDArray[np.float32]
 _MAX_ASIDE: Final = 1  # snapshots kept in extra memory for slow joiners (guess: one joiner's worth)
-_SUB: Final = 64 * 1024  # values of one pass of the outer step; its five arrays stay in cache
+_SUB: Final = 64 * 1024  # values of one pass of the outer step; its arrays stay in cache
+# No sum of 2^7 peers' deltas under this bound, each times a weight of at most 2^40, overflows fp32; so who
+# meets an overflow in a ring knows that it is not an honest neighbour's doing.
+LARGEST_DELTA: Final = np.float32(2.0**80)
+_DRAIN_S: Final = 30.0  # a reader or writer holds one chunk, so for milliseconds
 
 
 class SnapshotGone(LookupError):  # noqa: N818 - it says what happened
@@ -64,8 +69,8 @@ class StateBuffers:
 
 @dataclass(frozen=True)
 class DeltaCheck:
-    """One chunk of the delta: whether it is finite, the first flat index that is not (-1), sum of
-    squares, and its leaf hash."""
+    """One chunk of the delta: whether it is finite and within `LARGEST_DELTA`, the first flat index that is
+    not (-1), the sum of squares, and the leaf hash (empty if not finite)."""
 
     finite: bool
     bad_index: int
@@ -91,6 +96,7 @@ class _Slot:
     leaves: list[bytes]
     root: bytes = b""
     read: bool = False  # a joiner read from it since it stopped being the current one
+    users: int = 0  # chunk reads, or chunk writes, under way
 
 
 class FlatState:
@@ -107,8 +113,9 @@ class FlatState:
         self.slot = 0
         self.epoch = -1
         self._lock = threading.Lock()
-        self._readers = 0
-        self._no_readers = threading.Condition(self._lock)
+        self._unused = threading.Condition(self._lock)
+        self._clearing = threading.Lock()  # one `begin_apply` or `install_begin` at a time
+        self._filling: Literal["", "apply", "install"] = ""  # what goes into the other slot
         self._aside: OrderedDict[bytes, _Slot] = OrderedDict()
         self._stats = ErrorStats()
         self._wanted: list[bytes] = []
@@ -134,6 +141,7 @@ class FlatState:
     def initialise(self, epoch: int) -> None:
         """Take what lies in the current slot as the state of ``epoch`` and hash it."""
         slot = self._slots[self.slot]
+        slot.root = b""
         for chunk in range(self.layout.chunks):
             slot.leaves[chunk] = self._leaf(slot, chunk)
         slot.root = merkle_root(slot.leaves)
@@ -148,12 +156,14 @@ class FlatState:
     def check_delta(self, chunk: int) -> DeltaCheck:
         """Look at one chunk of the delta before it is offered to others."""
         start, stop = self.layout.bounds(chunk)
-        delta = self.buffers.delta[start:stop]
-        good = np.isfinite(delta)
-        if not good.all():
-            return DeltaCheck(False, start + int(np.argmin(good)), 0.0, b"")
-        squares = float(np.square(delta, dtype=np.float64).sum())
-        return DeltaCheck(True, -1, squares, leaf_hash(chunk, delta))
+        squares = 0.0
+        for low in range(start, stop, _SUB):
+            part = self.buffers.delta[low : min(low + _SUB, stop)]
+            good = np.abs(part) <= LARGEST_DELTA  # False for NaN as well
+            if not good.all():
+                return DeltaCheck(False, low + int(np.argmin(good)), 0.0, b"")
+            squares += float(np.square(part, dtype=np.float64).sum())
+        return DeltaCheck(True, -1, squares, leaf_hash(chunk, self._delta(chunk)))
 
     def first(self, chunk: int, weight: int) -> bytes:
         """Payload of our weighted delta: the start of a route."""
@@ -184,51 +194,60 @@ class FlatState:
 
     def begin_apply(self) -> None:
         """Start (again) to fill the other slot from the current one."""
-        self._clear_target()
-        self._stats = ErrorStats()
+        with self._clearing:
+            self._clear_target()
+            self._filling = "apply"
+            self._stats = ErrorStats()
 
     def apply_chunk(self, chunk: int, payload: bytes) -> Applied:
         """Outer step of one chunk from the current slot into the other, hashed while in cache. May be
-        repeated: it always starts from the certified values. ProtocolViolation for a bad payload."""
+        repeated: it always starts from the certified values. ProtocolViolation for a bad payload, which
+        leaves the chunk missing; InternalError without a `begin_apply`."""
         start, stop = self.layout.bounds(chunk)
-        source, target = self._slots[self.slot], self._slots[1 - self.slot]
-        mean = self.codec.decode(payload, stop - start)
-        scratch = np.empty(min(_SUB, stop - start), np.float32)
-        finite = True
-        with np.errstate(over="ignore", invalid="ignore"):
-            for low in range(start, stop, _SUB):
-                high = min(low + _SUB, stop)
-                new = target.anchor[low:high]
-                part = mean[low - start : high - start]
-                nesterov_update(
-                    source.anchor[low:high],
-                    source.momentum[low:high],
-                    part,
-                    self._lr,
-                    self._mu,
-                    new,
-                    target.momentum[low:high],
-                    scratch,
-                )
-                finite = finite and bool(np.isfinite(new).all())
-        leaf = self._leaf(target, chunk)
-        target.leaves[chunk] = leaf
+        source = self._slots[self.slot]
+        read = self.codec.reader(payload, stop - start)
+        with self._writing("apply") as target:
+            if target is None:
+                raise InternalError("an outer step without a begin")
+            _require_denormals()
+            target.leaves[chunk] = b""
+            finite = True
+            means, scratch = np.empty((2, min(_SUB, stop - start)), np.float32)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for low in range(start, stop, _SUB):
+                    high = min(low + _SUB, stop)
+                    mean, new = means[: high - low], target.anchor[low:high]
+                    read(low - start, high - start, mean)
+                    nesterov_update(
+                        source.anchor[low:high],
+                        source.momentum[low:high],
+                        mean,
+                        self._lr,
+                        self._mu,
+                        new,
+                        target.momentum[low:high],
+                        scratch,
+                    )
+                    finite = finite and bool(np.isfinite(new).all())
+            leaf = target.leaves[chunk] = self._leaf(target, chunk)
         return Applied(leaf, leaf_hash(chunk, payload), finite)
 
     def next_root(self) -> bytes:
         """Root of the other slot; InternalError while a chunk of it is missing."""
-        target = self._slots[1 - self.slot]
-        if not target.root:
-            if any(not leaf for leaf in target.leaves):
-                raise InternalError("the copy is not complete")
-            target.root = merkle_root(target.leaves)
-        return target.root
+        with self._lock:
+            target = self._slots[1 - self.slot]
+            if not target.root:
+                if target.users or not all(target.leaves):
+                    raise InternalError("the copy is not complete")
+                target.root = merkle_root(target.leaves)
+            return target.root
 
     def swap(self, epoch: int | None = None) -> None:
         """Make the complete other slot the current one, as ``epoch`` (the next one by default)."""
         self.next_root()
         with self._lock:
             self._slots[self.slot].read = self._slots[1 - self.slot].read = False
+            self._filling = ""
             self.slot = 1 - self.slot
             self.epoch = self.epoch + 1 if epoch is None else epoch
 
@@ -238,82 +257,135 @@ class FlatState:
         """Leaf hashes of a state that is held; raises SnapshotGone."""
         with self._lock:
             slot = self._find(root)
-            if slot is None:
-                raise SnapshotGone(f"no state with root {root.hex()[:12]} is held")
             slot.read = True
             return list(slot.leaves)
 
     def read_chunk(self, root: bytes, chunk: int) -> bytes:
-        """Anchor bytes, then momentum bytes of one chunk (8 bytes a value); raises SnapshotGone."""
+        """Anchor bytes, then momentum bytes of one chunk (8 bytes a value); raises SnapshotGone. The slot is
+        not reused before the read is over, so the bytes are never torn."""
         with self._lock:
             slot = self._find(root)
-            if slot is None:
-                raise SnapshotGone(f"no state with root {root.hex()[:12]} is held")
             slot.read = True
-            self._readers += 1
+            slot.users += 1
         try:
             start, stop = self.layout.bounds(chunk)
             return slot.anchor[start:stop].tobytes() + slot.momentum[start:stop].tobytes()
         finally:
-            with self._lock:
-                self._readers -= 1
-                self._no_readers.notify_all()
+            self._release(slot)
 
-    def _find(self, root: bytes) -> _Slot | None:
+    def _find(self, root: bytes) -> _Slot:
         for slot in (*self._slots, *self._aside.values()):
             if root and slot.root == root:
                 return slot
-        return None
+        raise SnapshotGone(f"no state with root {root.hex()[:12]} is held")
+
+    def _release(self, slot: _Slot) -> None:
+        with self._lock:
+            slot.users -= 1
+            self._unused.notify_all()
+
+    def _wait_unused(self, slot: _Slot) -> None:
+        """With the lock held and after whatever lets nobody new in."""
+        if not self._unused.wait_for(lambda: not slot.users, _DRAIN_S):
+            raise InternalError(f"a chunk of the state has been in use for {_DRAIN_S:.0f} s")
+
+    @contextmanager
+    def _writing(self, what: Literal["apply", "install"]) -> Iterator[_Slot | None]:
+        """The other slot, open for writing one chunk; None if it is not being filled in this way."""
+        with self._lock:
+            target = self._slots[1 - self.slot]
+            allowed = self._filling == what
+            if allowed and target.root:  # complete, and now not any more
+                target.root = b""
+                self._wait_unused(target)
+            if allowed:
+                target.users += 1
+        if not allowed:
+            yield None
+            return
+        try:
+            yield target
+        finally:
+            self._release(target)
 
     def _clear_target(self) -> None:
         """Take the other slot for new content. If a joiner read from it lately it is copied aside first;
         a copy aside that nobody read since the last time is dropped."""
         with self._lock:
+            self._filling = ""
             target = self._slots[1 - self.slot]
             for root in [root for root, slot in self._aside.items() if not slot.read]:
                 del self._aside[root]
             for slot in self._aside.values():
                 slot.read = False
-            if target.root and target.read:
-                copy = _Slot(target.anchor.copy(), target.momentum.copy(), list(target.leaves), target.root)
-                self._aside[target.root] = copy
-                while len(self._aside) > _MAX_ASIDE:
+            keep = bool(target.root) and target.read
+            if keep:  # make room first: at most one copy's worth of extra memory
+                while len(self._aside) >= _MAX_ASIDE:
                     self._aside.popitem(last=False)
-            target.root = b""
-            while self._readers:  # a reader holds a chunk for microseconds
-                self._no_readers.wait()
+            else:
+                target.root = b""
+                self._wait_unused(target)
+        # Nobody writes a complete slot, so the copy needs no lock and readers go on meanwhile.
+        copy = None
+        if keep:
+            copy = _Slot(target.anchor.copy(), target.momentum.copy(), list(target.leaves), target.root)
+        with self._lock:
+            if copy is not None:
+                self._aside[copy.root] = copy
+            target.root, target.read = b"", False
+            self._wait_unused(target)
             target.leaves[:] = [b""] * self.layout.chunks
 
     # --- installing a fetched state ---
 
     def install_begin(self, epoch: int, root: bytes, leaves: Sequence[bytes]) -> None:
-        """Get ready to take the chunks of the state with this root into the other slot."""
+        """Get ready to take the chunks of the state with this root into the other slot. May be repeated, for
+        this state or another. ProtocolViolation if the leaves do not belong to the root."""
+        if len(leaves) != self.layout.chunks or any(len(leaf) != 32 for leaf in leaves):
+            raise ProtocolViolation(f"not a list of {self.layout.chunks} leaves of 32 bytes")
         if merkle_root(leaves) != root:
-            raise ProtocolViolation("the leaves do not hash to the certified root")
-        self._clear_target()
-        self._wanted, self._wanted_root = list(leaves), root
+            raise ProtocolViolation(f"the leaves do not hash to the certified root of epoch {epoch}")
+        with self._clearing:
+            self._clear_target()
+            self._wanted, self._wanted_root = list(leaves), root
+            self._filling = "install"
 
     def install_chunk(self, chunk: int, data: bytes) -> bool:
-        """Take one chunk if it hashes to its leaf; False leaves everything as it was."""
+        """Take one chunk (anchor bytes, then momentum bytes) if it hashes to its leaf. False leaves
+        everything as it was; also if no install is under way."""
+        if not 0 <= chunk < self.layout.chunks:
+            return False
         start, stop = self.layout.bounds(chunk)
         size = 4 * (stop - start)
         if len(data) != 2 * size:
             return False
-        anchor = np.frombuffer(data, np.float32, stop - start)
-        momentum = np.frombuffer(data, np.float32, stop - start, size)
-        if leaf_hash(chunk, anchor, momentum) != self._wanted[chunk]:
-            return False
-        target = self._slots[1 - self.slot]
-        target.anchor[start:stop] = anchor
-        target.momentum[start:stop] = momentum
-        target.leaves[chunk] = self._wanted[chunk]
+        with self._writing("install") as target:
+            if target is None or leaf_hash(chunk, data) != self._wanted[chunk]:
+                return False
+            target.anchor[start:stop] = np.frombuffer(data, "<f4", stop - start)
+            target.momentum[start:stop] = np.frombuffer(data, "<f4", stop - start, size)
+            target.leaves[chunk] = self._wanted[chunk]
         return True
 
     def install_finish(self) -> None:
-        """Check the whole copy against the root once more (from memory, not from what was said)."""
-        target = self._slots[1 - self.slot]
-        leaves = [self._leaf(target, chunk) for chunk in range(self.layout.chunks)]
-        if merkle_root(leaves) != self._wanted_root:
-            raise InternalError("the installed state does not have the certified root")
-        target.leaves[:] = leaves
-        target.root, target.read = self._wanted_root, False
+        """Check the whole copy against the root once more (from memory, not from what was said); it is then
+        ready for `swap`. InternalError if it differs, ProtocolViolation if it was certified not finite."""
+        with self._writing("install") as target:
+            if target is None or not all(target.leaves):
+                raise InternalError("the installed state is not complete")
+            for chunk in range(self.layout.chunks):
+                if self._leaf(target, chunk) != self._wanted[chunk]:
+                    raise InternalError("the installed state does not have the certified root")
+                start, stop = self.layout.bounds(chunk)
+                for area in (target.anchor[start:stop], target.momentum[start:stop]):
+                    if not np.isfinite(area).all():
+                        raise ProtocolViolation("the certified state holds a value that is not finite")
+        with self._lock:
+            target.root, target.read = self._wanted_root, False
+
+
+def _require_denormals() -> None:
+    """A thread that flushes denormal numbers to zero (a library built for fast mathematics may switch that
+    on) would give other bits than everybody else once a momentum has decayed far enough."""
+    if not np.multiply(np.full(1, 2.0**-126, np.float32), np.float32(0.5))[0] > 0:
+        raise InternalError("denormal numbers are flushed to zero in this thread: replicas would differ")

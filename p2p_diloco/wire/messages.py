@@ -39,7 +39,7 @@ MAX_MEMBERS: Final = 256
 MAX_ATTEMPT: Final = 1 << 20
 ZERO: Final = bytes(32)
 REFUSALS: Final = (
-    "protocol", "run", "schema", "config", "full", "key", "self", "lane", "bootstrap", "address",
+    "protocol", "run", "schema", "config", "full", "key", "self", "lane", "bootstrap", "duplicate",
 )  # fmt: skip
 
 _U32 = (1 << 32) - 1
