@@ -142,11 +142,9 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Records of one metrics file in order. A torn or foreign line is skipped; a missing file has none."""
-    try:
-        file = open(path, encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    if not path.exists():
         return
-    with file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
