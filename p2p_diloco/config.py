@@ -265,6 +265,10 @@ class PeerConfig(_Frozen):
     )
     max_connections: int = Field(125, ge=4, le=4096, description="Open links. Source: DESIGN 6.")
     max_pending: int = Field(50, ge=1, le=4096, description="Unfinished handshakes. Source: DESIGN 6.")
+    checkpoint_every_epochs: int = Field(
+        10, ge=0, description="Write a checkpoint this often, and when leaving; 0 never. Guess."
+    )
+    checkpoint_keep: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept. Guess.")
     stop_after_epochs: int = Field(
         0, ge=0, description="Leave after the run reached this epoch; 0 stays. Source: ours."
     )

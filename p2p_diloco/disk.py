@@ -155,6 +155,12 @@ class RunFolder:
                 found.append(certificate)
         return tuple(found)
 
+    def newest_epoch(self) -> int:
+        """The newest certified epoch on disk, 0 if none; may be called before `open_run`."""
+        file = self.path / "chain.log"
+        records, _ = _parse(file.read_bytes()) if file.exists() else ([], 0)
+        return max((unpack_object(Certificate, data).epoch for _, data in records), default=0)
+
     def append(self, kind: str, data: bytes) -> None:
         """Write one record to the log that it belongs to; raises OSError."""
         if self._votes is None or self._chain is None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from p2p_diloco import __version__
 from p2p_diloco.bridge.api import Trainer
 from p2p_diloco.bridge.shared import SharedState, StateAreas
+from p2p_diloco.checkpoint import restore
 from p2p_diloco.config import PeerConfig, RunConfig, build_config, first_difference
 from p2p_diloco.disk import RunFolder
 from p2p_diloco.errors import (
@@ -72,10 +73,9 @@ async def found_run(parts: Parts) -> Driver:
     """Write genesis from our initial weights and stand ready as the run's first member."""
     run = parts.run or RunConfig()
     folder = RunFolder(parts.peer.run_dir)
-    if folder.genesis() is not None:
-        raise UserError(
-            f"{parts.peer.run_dir} holds a run already; rejoin with --initial-peers, or use another --run-dir"
-        )
+    earlier = folder.genesis()
+    if earlier is not None:
+        return await _resume_run(parts, folder, earlier)
     trainer = parts.make_trainer(run, parts.peer)
     try:
         schema = await trainer.start()
@@ -100,6 +100,42 @@ async def found_run(parts: Parts) -> Driver:
         raise
 
 
+async def _resume_run(parts: Parts, folder: RunFolder, genesis: msg.Genesis) -> Driver:
+    """Go on with the run in our folder from its newest checkpoint, with nobody else there yet.
+
+    Only if no later epoch was certified: going on from an older one would decide an epoch twice.
+    """
+    run = _run_of(genesis)
+    if parts.run is not None and parts.run != run:
+        raise RunMismatchError(f"{folder.path} holds another run: {first_difference(parts.run, run)}")
+    trainer = parts.make_trainer(run, parts.peer)
+    try:
+        schema = await trainer.start()
+        _check_schema(schema, genesis)
+        state = _make_state(parts, run, schema, Layout(schema.total_values, genesis.chunk_values))
+        trainer.attach(state.buffers)
+        epoch = await asyncio.to_thread(restore, folder.path / "checkpoints", state, schema)
+        certified = await asyncio.to_thread(folder.newest_epoch)
+        if epoch < 0 or epoch < certified:
+            held = "no checkpoint" if epoch < 0 else f"its newest checkpoint is of epoch {epoch}"
+            raise UserError(
+                f"{folder.path} holds a run certified to epoch {certified}, but {held}; "
+                "rejoin with --initial-peers, or found a new run with another --run-dir"
+            )
+        await parts.discovery.start()
+        return await _assemble(parts, run, genesis, schema, state, trainer, folder, holds_state=True)
+    except BaseException:
+        await trainer.stop(parts.peer.timeouts.leave_s)
+        await parts.discovery.stop()
+        raise
+
+
+def _check_schema(schema: Schema, genesis: msg.Genesis) -> None:
+    theirs = Schema.from_bytes(genesis.schema)
+    if schema.hash() != theirs.hash():
+        raise SchemaMismatchError(schema.first_difference(theirs))
+
+
 async def join_run(parts: Parts) -> Driver:
     """Find a run, learn its genesis from any peer, check it, and stand ready to catch up."""
     trainer: Trainer | None = None
@@ -117,9 +153,7 @@ async def join_run(parts: Parts) -> Driver:
             raise RunMismatchError(first_difference(parts.run, run))
         trainer = parts.make_trainer(run, parts.peer)
         schema = await trainer.start()
-        theirs = Schema.from_bytes(genesis.schema)
-        if schema.hash() != theirs.hash():
-            raise SchemaMismatchError(schema.first_difference(theirs))
+        _check_schema(schema, genesis)
         state = _make_state(parts, run, schema, Layout(schema.total_values, genesis.chunk_values))
         trainer.attach(state.buffers)
         return await _assemble(parts, run, genesis, schema, state, trainer, folder, holds_state=False)
@@ -290,6 +324,9 @@ async def _assemble(
         on_event,
         max_payload_bytes=max(codec_bytes, state_bytes),
         wall_ms=parts.wall_ms,
+        bootstrap_reply=lambda message: (
+            msg.GenesisReply(genesis) if isinstance(message, msg.GetGenesis) else None
+        ),
     )
     port = await links.start(parts.peer.host, parts.peer.port)
     listening += own_addresses(parts.peer, port)
@@ -301,7 +338,7 @@ async def _assemble(
         addresses=tuple(listening),
         incarnation=incarnation,
         holds_state=holds_state,
-        certificates=() if holds_state else folder.certificates(),
+        certificates=folder.certificates(),
         log=folder.log(),
     )
     machine = PeerMachine(parts.identity, setup, random.Random(parts.nonce), parts.clock_ns())

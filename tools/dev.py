@@ -6,7 +6,7 @@
     python3 tools/dev.py demo [ARGS...]   a run of several peers on this machine
 
 Each task sets up first if that is not done for this pyproject.toml and this Python. The exit status is that
-of the task.
+of the task. (Written so that an older Python can read it far enough to say that it is too old.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,11 +40,11 @@ def python_of(env: Path) -> Path:
     return env / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def version_problem(version: Sequence[int]) -> str:
+def version_problem(version: tuple[int, ...]) -> str:
     """One line if this Python cannot be used, else an empty string."""
-    if LEAST <= tuple(version[:2]) < BELOW:
+    if LEAST <= version[:2] < BELOW:
         return ""
-    found = ".".join(str(part) for part in version[:3])
+    found = ".".join(str(part) for part in version)
     return f"Python 3.11, 3.12 or 3.13 is needed; this is {found}. Try: python3.12 tools/dev.py"
 
 
@@ -110,19 +110,17 @@ def same_python() -> str:
 def commands_of(task: str, python: Path, arguments: list[str]) -> list[list[str]]:
     """What to run, one after the other; the first failure ends it."""
     module = [str(python), "-m"]
-    match task:
-        case "test":
-            return [[*module, "pytest", *arguments]]
-        case "lint":
-            return [
-                [*module, "ruff", "check", "."],
-                [*module, "ruff", "format", "--check", "."],
-                [*module, "mypy", "--strict", "-p", "p2p_diloco"],
-            ]
-        case "demo":
-            return [[str(python), "tools/demo.py", *arguments]]
-        case _:
-            return []
+    if task == "test":
+        return [[*module, "pytest", *arguments]]
+    if task == "lint":
+        return [
+            [*module, "ruff", "check", "."],
+            [*module, "ruff", "format", "--check", "."],
+            [*module, "mypy", "--strict", "-p", "p2p_diloco"],
+        ]
+    if task == "demo":
+        return [[str(python), "tools/demo.py", *arguments]]
+    return []
 
 
 def call(command: list[str], root: Path) -> int:
@@ -144,7 +142,7 @@ def main(argv: list[str]) -> int:
     if arguments and task in ("lint", "setup"):
         say(f"{task} takes no arguments")
         return 2
-    problem = version_problem(sys.version_info)
+    problem = version_problem(sys.version_info[:3])
     if problem:
         say(problem)
         return 2

@@ -8,6 +8,7 @@ defect of ours ends the run loudly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -75,6 +76,7 @@ class Driver:
         self._folder = folder
         self._failpoints = failpoints or Failpoints("")
         self._clock_ns = clock_ns
+        self.schema = table.schema
         config = machine.setup.peer
         self._config = config
         self._workers = Workers(table, config.workers, self._crash)
@@ -157,16 +159,15 @@ class Driver:
             self._crash(task.exception() or RuntimeError("task failed"))
 
     async def _tick_forever(self) -> None:
-        while True:
+        while not self._stopping:
             self._wake.clear()
             now = self._clock_ns()
             wait_s = (self.machine.next_wake_ns(now) - now) / 1e9
             if wait_s > 0:
-                try:
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                with contextlib.suppress(TimeoutError):  # that the wait ran out is what a tick is
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
                     continue  # something happened: the time to wait may have changed
-                except TimeoutError:
-                    pass  # the wait ran out, which is what a tick is
             self.feed(ev.Tick())
             await asyncio.sleep(0)
 

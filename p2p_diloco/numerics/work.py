@@ -21,7 +21,7 @@ class WorkTable:
 
     def __init__(self, state: FlatState, schema: Schema) -> None:
         self.state = state
-        self._schema = schema
+        self.schema = schema
         self.delta_norm = 0.0
         self._table: dict[str, Callable[..., Any]] = {
             "check_delta": self._check_delta,
@@ -51,7 +51,7 @@ class WorkTable:
         for chunk in range(self.state.layout.chunks):
             check = self.state.check_delta(chunk)
             if not check.finite:
-                where = self._schema.tensor_at(check.bad_index)
+                where = self.schema.tensor_at(check.bad_index)
                 return f"the delta is not finite or beyond all reason (first in {where})", bytes(32)
             squares += check.sum_squares
             leaves.append(check.leaf)

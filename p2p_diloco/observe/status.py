@@ -233,7 +233,7 @@ class StatusView:
             )
 
     def _open_panel(self) -> None:
-        # auto_refresh would draw from a thread of rich's; a task of ours draws, so nothing races with the peer
+        # auto_refresh would draw from a thread of rich's; a task of ours draws, so nothing races the peer
         live = Live(
             self._picture(),
             console=self._console,
