@@ -60,10 +60,11 @@ OUTSIDE: dict[str, frozenset[str]] = {
     "disk": frozenset(),
 }
 # A machine takes the time, randomness and bytes as arguments: these would let the world in by the back door.
-IMPURE = frozenset(
+_IMPURE_NAMES = (
     "asyncio concurrent datetime io logging multiprocessing numpy os pathlib queue random secrets select "
-    "selectors shutil signal socket ssl subprocess sys tempfile threading time torch uuid".split()
+    "selectors shutil signal socket ssl subprocess sys tempfile threading time torch uuid"
 )
+IMPURE = frozenset(_IMPURE_NAMES.split())
 _SET_METHODS = frozenset({"union", "intersection", "difference", "symmetric_difference"})
 _ORDER_FREE = frozenset({"sorted", "len", "sum", "min", "max", "any", "all", "set", "frozenset"})
 # Written in two pieces so that this file does not hold what it looks for.
@@ -145,9 +146,10 @@ def purity(tree: ast.Module) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)):
             found.append(f"line {node.lineno}: async code in a machine")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in ("open", "print", "input", "hash", "id", "__import__"):
-                found.append(f"line {node.lineno}: {node.func.id}() is not pure")
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        if node.func.id in ("open", "print", "input", "hash", "id", "__import__"):
+            found.append(f"line {node.lineno}: {node.func.id}() is not pure")
     return found
 
 
@@ -177,11 +179,11 @@ def ordered_iteration(tree: ast.Module) -> list[str]:
             inside_order_free.update(node.generators)
     found: list[str] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.For) or (
+        loops = isinstance(node, ast.For) or (
             isinstance(node, ast.comprehension) and node not in inside_order_free
-        ):
-            if is_set(node.iter) or ast.unparse(node.iter) in names:
-                found.append(f"line {node.iter.lineno}: iterates over a set: {ast.unparse(node.iter)}")
+        )
+        if loops and (is_set(node.iter) or ast.unparse(node.iter) in names):
+            found.append(f"line {node.iter.lineno}: iterates over a set: {ast.unparse(node.iter)}")
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -428,7 +430,8 @@ def test_the_purity_check_lets_a_random_generator_be_passed_in() -> None:
         "z = list({x for x in y})",
         "class A:\n    def __init__(self):\n        self.s: set[int] = set()\n"
         "    def f(self):\n        for x in self.s: g(x)",
-        "class A:\n    def __init__(self):\n        self.s = set()\n    def f(self):\n        return tuple(self.s)",
+        "class A:\n    def __init__(self):\n        self.s = set()\n"
+        "    def f(self):\n        return tuple(self.s)",
     ],
 )
 def test_the_order_check_sees_a_set_iterated(snippet: str) -> None:

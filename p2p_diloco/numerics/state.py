@@ -322,9 +322,6 @@ class FlatState:
             if keep:  # make room first: at most one copy's worth of extra memory
                 while len(self._aside) >= _MAX_ASIDE:
                     self._aside.popitem(last=False)
-            else:
-                target.root = b""
-                self._wait_unused(target)
         # Nobody writes a complete slot, so the copy needs no lock and readers go on meanwhile.
         copy = None
         if keep:
@@ -380,8 +377,8 @@ class FlatState:
                 for area in (target.anchor[start:stop], target.momentum[start:stop]):
                     if not np.isfinite(area).all():
                         raise ProtocolViolation("the certified state holds a value that is not finite")
-        with self._lock:
-            target.root, target.read = self._wanted_root, False
+            with self._lock:
+                target.root, target.read = self._wanted_root, False
 
 
 def _require_denormals() -> None:

@@ -161,3 +161,50 @@ def test_the_error_statistics_show_what_encoding_lost() -> None:
     expected = np.linalg.norm(back - x) / np.linalg.norm(x)
     assert stats.relative() == pytest.approx(expected, rel=1e-3)
     assert ErrorStats().relative() == 0.0
+
+
+def test_statistics_of_several_chunks_weigh_every_value_alike() -> None:
+    parts = [sample(1000, 1), sample(1000, 2, 1e-3), sample(1000, 3, 1e30)]
+    stats = ErrorStats()
+    backs = [CODEC.decode(CODEC.encode(x, stats), x.size) for x in parts]
+    lost = sum(float(np.square(b.astype(np.float64) - x).sum()) for b, x in zip(backs, parts, strict=True))
+    total = sum(float(np.square(x.astype(np.float64)).sum()) for x in parts)
+    assert stats.relative() == pytest.approx((lost / total) ** 0.5, rel=1e-3)
+
+
+def test_an_overflow_of_our_own_weighted_part_is_not_blamed_on_the_neighbour() -> None:
+    fine = CODEC.encode(sample(10))
+    own = np.full(10, 1e30, np.float32)
+    for call in (
+        lambda: CODEC.first(own, 1e12),
+        lambda: CODEC.hop(fine, own, 1e12),
+        lambda: CODEC.finish(fine, own, 1e12, 2e12),
+    ):
+        with pytest.raises(NonFiniteError):
+            call()
+
+
+def test_the_largest_scale_that_is_accepted_decodes_to_finite_values() -> None:
+    payload = bytearray(CODEC.encode(sample(300)))
+    payload[0:4] = int8._LARGEST_SCALE.tobytes()
+    payload[8 : 8 + 256] = b"\x7f\x81" * 128
+    assert np.isfinite(CODEC.decode(bytes(payload), 300)).all()
+
+
+def test_an_fp32_payload_that_is_not_finite_is_refused() -> None:
+    payload = np.array([1, np.inf, 2], np.float32).tobytes()
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        Codec("fp32").decode(payload, 3)
+
+
+def test_decoding_into_a_given_array_or_piece_by_piece_gives_the_same_values() -> None:
+    x = sample(70_001)
+    payload = CODEC.encode(x)
+    whole, into, pieces = CODEC.decode(payload, x.size), np.empty_like(x), np.empty_like(x)
+    assert CODEC.decode(payload, x.size, into) is into
+    read = CODEC.reader(payload, x.size)
+    for start in range(0, x.size, 5 * 256):
+        stop = min(start + 5 * 256, x.size)
+        read(start, stop, pieces[start:stop])
+    assert np.array_equal(whole, into)
+    assert np.array_equal(whole, pieces)

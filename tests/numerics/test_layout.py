@@ -105,3 +105,23 @@ def test_chunks_cover_every_value_once(total: int) -> None:
 def test_small_models_get_some_hundreds_of_chunks_and_a_configured_size_wins() -> None:
     assert 200 <= Layout.choose(20_000_000).chunks <= 300
     assert Layout.choose(1000, 10) == Layout(1000, 10)
+
+
+def test_a_schema_in_another_encoding_than_the_canonical_one_is_refused() -> None:
+    canonical = msgpack.packb([["a", [1], "float32"]])
+    assert Schema.from_bytes(canonical).tensors[0].name == "a"
+    longer = b"\xdc\x00\x01" + canonical[1:]  # the same list with a 16-bit length
+    assert msgpack.unpackb(longer) == msgpack.unpackb(canonical)
+    with pytest.raises(ProtocolViolation, match="canonical"):
+        Schema.from_bytes(longer)
+
+
+def test_a_schema_that_is_a_bomb_of_empty_lists_is_refused_while_it_is_read() -> None:
+    rows = b"\xdd" + (50_000).to_bytes(4, "big") + (b"\x9f" + b"\x90" * 15) * 50_000
+    with pytest.raises(ProtocolViolation, match="not msgpack"):
+        Schema.from_bytes(rows)
+
+
+def test_a_schema_beyond_its_size_is_refused_unread() -> None:
+    with pytest.raises(ProtocolViolation, match="allowed"):
+        Schema.from_bytes(bytes((4 << 20) + 1))
