@@ -91,10 +91,9 @@ def test_an_empty_run_table_asks_for_the_default_run(tmp_path: Path) -> None:
 
 
 def test_lists_mappings_switches_and_records_can_be_given() -> None:
-    parsed = parse(
-        ["--initial-peers", "a", "b", "--announce", "host:1", "--data-paths", "books=/data/b=c", "code=x"]
-        + ["--run.model.tie-embeddings", "--run.data.sources", "books:folder:0.5", '{"name": "stdlib"}']
-    )
+    lists = ["--initial-peers", "a", "b", "--announce", "host:1", "--data-paths", "books=/data/b=c", "code=x"]
+    records = ["--run.data.sources", "books:folder:0.5", '{"name": "stdlib"}']
+    parsed = parse([*lists, "--run.model.tie-embeddings", *records])
     assert parsed.peer.initial_peers == ("a", "b")
     assert parsed.peer.announce == ("host:1",)
     assert parsed.peer.data_paths == {"books": Path("/data/b=c"), "code": Path("x")}

@@ -106,7 +106,9 @@ class Connection:
         while True:
             before = self.writer.transport.get_write_buffer_size()
             try:
-                await asyncio.wait_for(self.writer.drain(), stall_s)
+                # Not wait_for: in Python 3.11 it swallows a cancellation that comes as it completes.
+                async with asyncio.timeout(stall_s):
+                    await self.writer.drain()
                 return
             except TimeoutError:
                 if self.writer.transport.get_write_buffer_size() >= before:

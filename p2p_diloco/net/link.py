@@ -101,7 +101,8 @@ class Link:
     async def flush(self, timeout_s: float) -> None:
         """Wait a moment for the queue to empty."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             logger.info("left before peer %s had read everything", show(self.peer))
 

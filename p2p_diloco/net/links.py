@@ -187,7 +187,8 @@ class LinkManager:
                 logger.info("refused peer %s (%s): %s", show(peer), refusal.code, refusal.text)
                 await connection.send(refusal, stall_s)
                 with contextlib.suppress(TimeoutError, NetworkError):
-                    await asyncio.wait_for(connection.read_frame(), 1.0)  # let it read before the close
+                    async with asyncio.timeout(1.0):
+                        await connection.read_frame()  # let it read before the close
                 return
             if hello.mode == "lane":
                 link = self._links[peer]

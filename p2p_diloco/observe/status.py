@@ -349,6 +349,13 @@ def setup_logging(level: str, view: StatusView | None = None) -> None:
     logging.getLogger("p2p_diloco").setLevel(_LEVELS.get(level, logging.INFO))
 
 
+class _SteadyConsole(Console):
+    """rich ends the process when its pipe breaks; training must go on."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this while handling the BrokenPipeError
+
+
 def _console(stream: TextIO) -> Console:
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
@@ -356,7 +363,7 @@ def _console(stream: TextIO) -> Console:
             reconfigure(errors="replace")  # an ASCII terminal shows ? where it lacks a character
         except (OSError, ValueError) as error:
             logger.debug("stdout keeps its error handling: %s", error)
-    return Console(
+    return _SteadyConsole(
         file=stream,
         no_color=True if os.environ.get("NO_COLOR") else None,
         highlight=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from p2p_diloco.config import AgreementConfig, TimeoutConfig
 from p2p_diloco.identity import PeerId
 from p2p_diloco.proto.chain import Chain
-from p2p_diloco.proto.membership import Membership
+from p2p_diloco.proto.membership import LINK_WAIT_NS, Membership
 from p2p_diloco.wire.messages import Signed
 
 _S = 1_000_000_000
@@ -17,13 +17,19 @@ class Attendance:
     """One epoch's READYs and abstentions."""
 
     def __init__(
-        self, chain: Chain, members: Membership, agreement: AgreementConfig, timeouts: TimeoutConfig
+        self,
+        chain: Chain,
+        members: Membership,
+        agreement: AgreementConfig,
+        timeouts: TimeoutConfig,
+        now_ns: int,
     ) -> None:
         self._chain, self._members = chain, members
         self._agreement, self._timeouts = agreement, timeouts
         self.readies: dict[PeerId, Signed] = {}
         self.abstained: dict[PeerId, Signed] = {}
         self._half_ready_ns = 0
+        self._since_ns = now_ns
 
     def awaited(self, peer: PeerId, own_state: str) -> bool:
         """True if a ring should wait for this peer's READY."""
@@ -61,7 +67,19 @@ class Attendance:
         """True if a quorum is READY and nobody else is worth waiting for (any longer)."""
         if not self.enough_for_ring():
             return False
-        return not self.waiting_for(own_state) or self._late(self._timeouts.view_s, now_ns)
+        if self._late(self._timeouts.view_s, now_ns):
+            return True
+        return not self.waiting_for(own_state) and not self._linking(now_ns)
+
+    def _linking(self, now_ns: int) -> bool:
+        """True if a peer that belongs in the ring has no link to us yet, but may have at any moment."""
+        if now_ns >= self._since_ns + LINK_WAIT_NS:
+            return False
+        for peer in {**self.readies, **dict.fromkeys(self._chain.members)}:
+            unknown = peer != self._members.me and self._members.get(peer) is None
+            if peer not in self.abstained and (unknown or self._members.hopeful(peer, now_ns)):
+                return True
+        return False
 
     def straggling(self, now_ns: int) -> bool:
         """True if the half that is READY has waited long enough for the rest to stop early."""

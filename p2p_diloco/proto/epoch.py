@@ -96,7 +96,7 @@ class EpochMachine:
     def _reset(self, now_ns: int) -> None:
         """Forget the epoch that ended; take up the one after the chain's head."""
         self.acceptor.begin(self._chain.epoch + 1, self._chain.head.digest)
-        self._attendance = Attendance(self._chain, self._members, self._agreement, self._timeouts)
+        self._attendance = Attendance(self._chain, self._members, self._agreement, self._timeouts, now_ns)
         self._ballots = Ballots(self._chain)
         self.attempt = 0
         self._viewed = -1  # highest attempt whose view was accepted
@@ -304,6 +304,11 @@ class EpochMachine:
             self._move("view_without", now_ns)
             self._deadline_ns = now_ns + self._patience_ns(self._timeouts.stall_s + self._timeouts.vote_s)
             return [Notice("info", f"attempt {view.attempt} of epoch {self.epoch + 1} runs without us")]
+        place = order.index(self.me)
+        beside = {order[place - 1], order[(place + 1) % len(order)]}
+        if any(self._members.hopeful(peer, now_ns) for peer in beside):
+            self._waiting_view = view  # a first link to a neighbour is about to come up
+            return []
         weights = tuple(ready.weight for _, ready in view.members)
         plan = RingPlan(view.run_view.digest(), order, weights, self._chunks)
         self._move("view_run", now_ns)
@@ -436,6 +441,10 @@ class EpochMachine:
         if self._members.usable(convener):
             return []
         return self._fail(f"convener {show(convener)} is not there", now_ns)
+
+    def on_link_up(self, now_ns: int) -> list[Effect]:
+        """A peer became reachable: what waited for it may go on."""
+        return [*self._start_view(now_ns), *self._try_convene(now_ns)]
 
     def on_tick(self, now_ns: int) -> list[Effect]:
         effects = self._start_view(now_ns)

@@ -36,6 +36,7 @@ _S = 1_000_000_000
 _MAX_KNOWN = 1024  # members remembered; a flood of invented ones stops here
 _FORGET_NS = 600 * _S  # dead and departed members are forgotten after ten minutes (guess)
 _DIAL_FIRST_NS, _DIAL_CAP_NS = _S // 2, 30 * _S  # back-off between dials (guess)
+LINK_WAIT_NS = 3 * _S  # how long others wait for a first link to come up (guess)
 _HEALTH_CAP = 8  # Lifeguard's local health multiplier ends at 8
 _NEWS_BYTES = 24 << 10  # records in one gossip message; leaves room within a control frame
 
@@ -113,6 +114,13 @@ class Membership:
             return not self._left
         member = self.members.get(peer)
         return member is not None and member.linked and member.status == "alive"
+
+    def hopeful(self, peer: PeerId, now_ns: int) -> bool:
+        """True if a link to this peer is on its way: it was heard of just now and nobody doubts it."""
+        member = self.members.get(peer)
+        if member is None or member.linked:
+            return False
+        return member.status == "alive" and now_ns - member.since_ns < LINK_WAIT_NS
 
     def usable_peers(self) -> list[PeerId]:
         """Usable others, sorted."""

@@ -133,7 +133,8 @@ class PeerMachine:
                 entry = self._jobs.take(record)
                 return [] if entry is None else self.epoch.on_persisted(entry[1], error, now_ns)
             case ev.LinkUp(peer=peer, addresses=addresses):
-                return self.members.link_up(peer, addresses, now_ns)
+                effects = self.members.link_up(peer, addresses, now_ns)
+                return [*effects, *self.epoch.on_link_up(now_ns)]
             case ev.LinkDown(peer=peer, reason=reason):
                 return self._on_link_down(peer, reason, now_ns)
             case ev.DialFailed(peer=peer):

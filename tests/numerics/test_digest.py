@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from blake3 import blake3
 
+from p2p_diloco.numerics import digest
 from p2p_diloco.numerics.digest import leaf_hash, merkle_root, short
 
 
@@ -23,3 +25,10 @@ def test_a_root_depends_on_order_number_and_content_of_the_leaves() -> None:
 
 def test_short_is_twelve_hex_digits() -> None:
     assert short(bytes(range(32))) == "000102030405"
+
+
+def test_an_inner_node_cannot_pose_as_a_leaf() -> None:
+    x, y, z = (bytes([i]) * 32 for i in range(3))
+    inner = blake3(digest._NODE + x + y).digest()
+    # Without the number of leaves both trees would have the same top.
+    assert merkle_root([inner, z]) != merkle_root([x, y, z])

@@ -208,3 +208,11 @@ def test_decoding_into_a_given_array_or_piece_by_piece_gives_the_same_values() -
         read(start, stop, pieces[start:stop])
     assert np.array_equal(whole, into)
     assert np.array_equal(whole, pieces)
+
+
+def test_a_block_too_small_for_a_scale_becomes_exact_zeros_with_scale_zero() -> None:
+    x = np.full(257, 1e-37, np.float32)  # a scale of 8e-40, below the normal numbers
+    x[256] = 1.0
+    payload = CODEC.encode(x)
+    assert np.frombuffer(payload, "<f4", 2)[0] == 0
+    assert payload[8:] == bytes(256) + b"\x7f"
