@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--log-level", choices=LOG_LEVELS, default="info", help="least level that is shown (default: info)"
     )
     general.add_argument(
-        "--plain", action="store_true", help="single lines instead of the live panel (default: on terminals)"
+        "--plain", action="store_true", help="single lines even on a terminal (default: a live panel there)"
     )
     for table, model in (("peer", PeerConfig), ("run", RunConfig)):
         _add_groups(parser, table, model)

@@ -119,7 +119,7 @@ class Identity:
 
 def _create(path: Path) -> None:
     """Write a new key under a temporary name, then link it: of two that start at once, one wins."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -130,6 +130,11 @@ def _create(path: Path) -> None:
             os.link(temporary, path)
         except FileExistsError:
             return  # the other start made it first; its key is used
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # a name that a power cut may take back would cost the peer its identity
+        finally:
+            os.close(folder)
     finally:
         os.unlink(temporary)
 

@@ -69,7 +69,7 @@ _SET_METHODS = frozenset({"union", "intersection", "difference", "symmetric_diff
 _ORDER_FREE = frozenset({"sorted", "len", "sum", "min", "max", "any", "all", "set", "frozenset"})
 # Written in two pieces so that this file does not hold what it looks for.
 _LEFTOVERS = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
-_PRIVATE_PATHS = re.compile(r"(?<![\w./:}-])/(?:wo" + r"rk|ho" + r"me|Us" + r"ers|ro" + r"ot|tmp/w)/")
+_PRIVATE_PATHS = re.compile(r"(?<![\w./:}-])/(?:wo" + r"rk|ho" + r"me|Us" + r"ers|ro" + r"ot|t" + r"mp)/")
 
 
 # --- reading ---
@@ -167,23 +167,35 @@ def is_set(node: ast.expr) -> bool:
 
 
 def ordered_iteration(tree: ast.Module) -> list[str]:
-    """Best effort: sets made on the spot, and local names or attributes that are declared or made as sets."""
-    names = set_names(tree)
-    inside_order_free: set[ast.AST] = set()
+    """Best effort: sets made on the spot, and names or attributes that are declared or made as sets."""
+    attributes = {name for name in set_names(tree) if "." in name}
     for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):  # a dataclass declares its attributes in the body
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and is_set_type(part.annotation):
+                    attributes.add(f"self.{ast.unparse(part.target)}")
+    found = set_order_used(tree, attributes)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found += set_order_used(node, set_names(node))
+    return sorted(set(found))
+
+
+def set_order_used(scope: ast.AST, names: set[str]) -> list[str]:
+    """Where the order of a set, or of something named in ``names``, decides what happens."""
+    order_free: set[ast.AST] = set()
+    for node in ast.walk(scope):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ORDER_FREE:
             for argument in node.args:
                 if isinstance(argument, (ast.GeneratorExp, ast.SetComp)):
-                    inside_order_free.update(argument.generators)
+                    order_free.update(argument.generators)
         if isinstance(node, ast.SetComp):
-            inside_order_free.update(node.generators)
+            order_free.update(node.generators)
     found: list[str] = []
-    for node in ast.walk(tree):
-        loops = isinstance(node, ast.For) or (
-            isinstance(node, ast.comprehension) and node not in inside_order_free
-        )
-        if loops and (is_set(node.iter) or ast.unparse(node.iter) in names):
-            found.append(f"line {node.iter.lineno}: iterates over a set: {ast.unparse(node.iter)}")
+    for node in ast.walk(scope):
+        looped = node.iter if isinstance(node, (ast.For, ast.comprehension)) else None
+        if looped is not None and node not in order_free and (is_set(looped) or ast.unparse(looped) in names):
+            found.append(f"line {looped.lineno}: iterates over a set: {ast.unparse(looped)}")
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -195,18 +207,26 @@ def ordered_iteration(tree: ast.Module) -> list[str]:
     return found
 
 
-def set_names(tree: ast.Module) -> set[str]:
-    """Attributes (``self.x``) that are annotated or first made as sets anywhere in the file."""
+def set_names(scope: ast.AST) -> set[str]:
+    """Names and attributes (``self.x``) that are annotated as sets, or made as sets, within ``scope``."""
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
-            kind = node.annotation
-            base = kind.value if isinstance(kind, ast.Subscript) else kind
-            if isinstance(base, ast.Name) and base.id in ("set", "frozenset", "AbstractSet"):
-                names.add(ast.unparse(node.target))
+    for node in ast.walk(scope):
+        if isinstance(node, ast.AnnAssign) and is_set_type(node.annotation):
+            names.add(ast.unparse(node.target))
+        if isinstance(node, ast.arg) and node.annotation is not None and is_set_type(node.annotation):
+            names.add(node.arg)
         if isinstance(node, ast.Assign) and is_set(node.value):
-            names.update(ast.unparse(target) for target in node.targets if isinstance(target, ast.Attribute))
+            names.update(
+                target.id if isinstance(target, ast.Name) else ast.unparse(target)
+                for target in node.targets
+                if isinstance(target, (ast.Name, ast.Attribute))
+            )
     return names
+
+
+def is_set_type(annotation: ast.expr) -> bool:
+    base = annotation.value if isinstance(annotation, ast.Subscript) else annotation
+    return isinstance(base, ast.Name) and base.id in ("set", "frozenset", "AbstractSet")
 
 
 def unsafe_calls(tree: ast.Module) -> list[str]:
@@ -234,6 +254,9 @@ def unsafe_calls(tree: ast.Module) -> list[str]:
 def swallowed_errors(tree: ast.Module) -> list[str]:
     found: list[str] = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("suppress", "contextlib.suppress"):
+            broad = [kind for kind in map(ast.unparse, node.args) if kind in ("Exception", "BaseException")]
+            found += [f"line {node.lineno}: {kind} is suppressed" for kind in broad]
         if not isinstance(node, ast.ExceptHandler):
             continue
         if node.type is None:
@@ -244,6 +267,9 @@ def swallowed_errors(tree: ast.Module) -> list[str]:
             or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
             for part in node.body
         )
+        skips = all(isinstance(part, (ast.Continue, ast.Break)) for part in node.body)
+        if skips and ast.unparse(node.type) in ("Exception", "BaseException"):
+            found.append(f"line {node.lineno}: {ast.unparse(node.type)} is skipped over")
         # These two end waits rather than tell of errors; a comment in the code says so each time.
         if empty and ast.unparse(node.type) not in ("TimeoutError", "asyncio.CancelledError"):
             found.append(f"line {node.lineno}: {ast.unparse(node.type)} is swallowed")
@@ -432,6 +458,9 @@ def test_the_purity_check_lets_a_random_generator_be_passed_in() -> None:
         "    def f(self):\n        for x in self.s: g(x)",
         "class A:\n    def __init__(self):\n        self.s = set()\n"
         "    def f(self):\n        return tuple(self.s)",
+        "class A:\n    s: set[int]\n    def f(self):\n        return [x for x in self.s]",
+        "def f(y):\n    s = {x for x in y}\n    for x in s: g(x)",
+        "def f(s: frozenset[int]):\n    return [x for x in s]",
     ],
 )
 def test_the_order_check_sees_a_set_iterated(snippet: str) -> None:
@@ -440,7 +469,13 @@ def test_the_order_check_sees_a_set_iterated(snippet: str) -> None:
 
 @pytest.mark.parametrize(
     "snippet",
-    ["for x in sorted({1, 2}): f(x)", "n = sum(1 for x in set(y))", "for x in (1, 2): f(x)", "n = len({1})"],
+    [
+        "for x in sorted({1, 2}): f(x)",
+        "n = sum(1 for x in set(y))",
+        "for x in (1, 2): f(x)",
+        "n = len({1})",
+        "def f(s: set[int]): ...\ndef g(s: list[int]):\n    for x in s: h(x)",
+    ],
 )
 def test_the_order_check_lets_ordered_iteration_pass(snippet: str) -> None:
     assert ordered_iteration(ast.parse(snippet)) == []
@@ -470,10 +505,25 @@ def test_the_loader_check_sees_unsafe_calls(snippet: str) -> None:
         "try:\n    f()\nexcept ValueError:\n    pass",
         "try:\n    f()\nexcept (OSError, ValueError):\n    ...",
         "try:\n    f()\nexcept Exception as e:\n    'never mind'",
+        "for x in y:\n    try:\n        f()\n    except Exception:\n        continue",
+        "with contextlib.suppress(Exception):\n    f()",
+        "with suppress(ValueError, BaseException):\n    f()",
     ],
 )
 def test_the_error_check_sees_a_swallowed_error(snippet: str) -> None:
     assert swallowed_errors(ast.parse(snippet))
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "try:\n    f()\nexcept ValueError as error:\n    logger.debug('skipped: %s', error)",
+        "try:\n    f()\nexcept Exception:\n    close()\n    raise",
+        "with contextlib.suppress(ProcessLookupError):\n    f()",
+    ],
+)
+def test_the_error_check_lets_handled_errors_pass(snippet: str) -> None:
+    assert swallowed_errors(ast.parse(snippet)) == []
 
 
 def test_the_source_check_sees_an_unsourced_default_at_any_depth() -> None:

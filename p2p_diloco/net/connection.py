@@ -20,30 +20,47 @@ from p2p_diloco.wire.framing import (
 )
 from p2p_diloco.wire.messages import LARGE_BYTES, Message, decode
 
-_PIECE_BYTES = 256 << 10  # written between two looks at back-pressure (guess)
-_BUFFER_BYTES = 1 << 20  # a transport's write buffer above which writers wait (guess)
+# Written between two looks at back-pressure, and what a transport may hold before writers wait. Together
+# they bound memory, and the rate under which a slow connection counts as stalled (some 25 KB/s at 15 s).
+_PIECE_BYTES = 128 << 10
+_BUFFER_BYTES = 256 << 10
 
 
 @dataclass
 class Counters:
-    """Bytes on the wire, frame headers included (TLS overhead is not)."""
+    """Bytes on the wire, frame headers included (TLS overhead is not); ``parent`` counts them too."""
 
     sent: int = 0
     received: int = 0
+    parent: Counters | None = None
+
+    def add(self, sent: int, received: int) -> None:
+        """Count here and in all parents."""
+        self.sent += sent
+        self.received += received
+        if self.parent is not None:
+            self.parent.add(sent, received)
 
 
-@dataclass
+@dataclass(eq=False)
 class Connection:
-    """``limits`` change once HELLO is through. `peer` is the key that TLS proved the other side to hold."""
+    """``limits`` change once HELLO is through. `peer` is the key that TLS proved the other side to hold.
+
+    ``stall_s``: how long a frame under way may go without a byte, in either direction.
+    ``gone``: done once the socket is closed.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     limits: Limits
     outbound: bool
     counters: Counters
+    stall_s: float
+    gone: asyncio.Future[None]
     peer: PeerId = field(init=False)
     host: str = field(init=False)
     last_received_s: float = field(default_factory=time.monotonic)
+    last_sent_s: float = field(default_factory=time.monotonic)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -56,70 +73,92 @@ class Connection:
     async def read_frame(self) -> Message | tuple[DataHeader, bytes]:
         """The next frame; LinkLostError at the end of the stream, ProtocolViolation for a bad frame."""
         try:
-            length, kind = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            length, kind = HEAD.unpack(await self._read_head())
             self.limits.check(length, kind)
             if kind != DATA:
-                body = await self.reader.readexactly(length)
-                self._count(HEAD.size + length)
-                return decode(body, LARGE_BYTES)
+                return decode(await self._read(length), LARGE_BYTES)
             if length < DATA_HEADER_BYTES:
                 raise ProtocolViolation("data frame is shorter than its header")
-            header = DataHeader.unpack(await self.reader.readexactly(DATA_HEADER_BYTES), length)
-            payload = await self._read_payload(header.length)
-        except asyncio.IncompleteReadError as error:
-            half = " in the middle of a frame" if error.partial else ""
-            raise LinkLostError(f"the other side closed the connection{half}") from None
-        except (OSError, ssl.SSLError) as error:
+            header = DataHeader.unpack(await self._read(DATA_HEADER_BYTES), length)
+            return header, await self._read(header.length)
+        except TimeoutError:
+            raise LinkLostError(f"no byte came for {self.stall_s:g} s in the middle of a frame") from None
+        except OSError as error:
             raise LinkLostError(f"connection broken: {error}") from None
-        return header, payload
 
-    async def _read_payload(self, length: int) -> bytes:
-        """In pieces, so that progress on a slow lane is seen as life."""
+    async def _read_head(self) -> bytes:
+        """The wait for a frame's first byte has no deadline here; liveness is the link's business."""
+        first = await self.reader.read(HEAD.size)
+        if not first:
+            raise LinkLostError("the other side closed the connection")
+        self._count(len(first))
+        return first if len(first) == HEAD.size else first + await self._read(HEAD.size - len(first))
+
+    async def _read(self, length: int) -> bytes:
+        """Whatever has come is taken at once: memory grows with bytes received, never with bytes claimed,
+        and any byte of a slow frame counts as life."""
         pieces: list[bytes] = []
         left = length
         while left:
-            piece = await self.reader.readexactly(min(left, _PIECE_BYTES))
+            async with asyncio.timeout(self.stall_s):
+                piece = await self.reader.read(left)
+            if not piece:
+                raise LinkLostError("the other side closed the connection in the middle of a frame")
             pieces.append(piece)
             left -= len(piece)
             self._count(len(piece))
-        self._count(HEAD.size + DATA_HEADER_BYTES)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _count(self, count: int) -> None:
-        self.counters.received += count
+        self.counters.add(0, count)
         self.last_received_s = time.monotonic()
 
-    async def write(self, data: bytes, stall_s: float) -> None:
+    async def write(self, data: bytes) -> None:
         """Send bytes; LinkLostError if none leave for ``stall_s`` or the connection breaks."""
-        if self.closed:
-            raise LinkLostError("the connection is closed")
         view = memoryview(data)
         try:
             for start in range(0, len(data), _PIECE_BYTES):
-                self.writer.write(view[start : start + _PIECE_BYTES])
-                await self._drain(stall_s)
-        except (OSError, RuntimeError, ssl.SSLError) as error:
+                if self.closed or self.writer.transport.is_closing():
+                    raise LinkLostError("the connection is closed")
+                piece = view[start : start + _PIECE_BYTES]
+                self.writer.write(piece)
+                await self._drain()
+                self.counters.add(len(piece), 0)
+                self.last_sent_s = time.monotonic()
+        except (OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a closed transport
             raise LinkLostError(f"connection broken: {error}") from None
-        self.counters.sent += len(data)
+        if self.closed:
+            raise LinkLostError("the connection was closed before everything had left")
 
-    async def _drain(self, stall_s: float) -> None:
+    async def _drain(self) -> None:
         while True:
             before = self.writer.transport.get_write_buffer_size()
             try:
                 # Not wait_for: in Python 3.11 it swallows a cancellation that comes as it completes.
-                async with asyncio.timeout(stall_s):
+                async with asyncio.timeout(self.stall_s):
                     await self.writer.drain()
                 return
             except TimeoutError:
                 if self.writer.transport.get_write_buffer_size() >= before:
-                    raise LinkLostError(f"no byte left for {stall_s:g} s") from None
+                    raise LinkLostError(f"no byte left for {self.stall_s:g} s") from None
 
-    async def send(self, message: Message, stall_s: float) -> None:
+    async def send(self, message: Message) -> None:
         """Send one control message."""
-        await self.write(pack_message(message), stall_s)
+        await self.write(pack_message(message))
+
+    async def until_closed(self) -> None:
+        """On a connection that only we write to: returns when the other side closes or breaks it.
+
+        Raises ProtocolViolation if it sends anything.
+        """
+        try:
+            if await self.reader.read(1):
+                raise ProtocolViolation("sent bytes on a lane that it only receives on")
+        except OSError:
+            return  # broken is closed; who was writing hears the reason
 
     def close(self) -> None:
-        """Close without waiting for what is still buffered on the other side."""
+        """Close once everything buffered has left; the transport gives up after two seconds."""
         if not self.closed:
             self.closed = True
             self.writer.close()

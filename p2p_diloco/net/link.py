@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from p2p_diloco.errors import LinkLostError, ProtocolViolation
 from p2p_diloco.identity import show
-from p2p_diloco.net.connection import Connection
+from p2p_diloco.net.connection import Connection, Counters
 from p2p_diloco.wire.framing import DataHeader, pack_message
 from p2p_diloco.wire.messages import Hello, Message, Ping, Pong, Refuse
 
@@ -24,6 +24,8 @@ _QUEUE_BYTES = 4 << 20  # control messages waiting for one peer; more means that
 # gossip of a ring that certifies each second need more; this still stops a flood (guess).
 _RATE_PER_S, _BURST = 200.0, 2000.0
 _CLOCK_WARN_S = 30.0  # offset of a peer's clock that is worth a warning (guess)
+_LANE_IDLE_S = 60.0  # an unused lane is closed after this (guess)
+MAX_INCOMING = 64  # lanes that one peer may open towards us; as many as the config allows to send on
 
 
 class _Lane:
@@ -33,6 +35,7 @@ class _Lane:
         self.connection = connection
         self.turn = asyncio.Lock()
         self.waiting = 0
+        self.retired = False
 
 
 class Link:
@@ -43,6 +46,10 @@ class Link:
         self.peer = control.peer
         self.down = False
         self.incoming: list[Connection] = []
+        self.paused = False  # our own consumer keeps us from reading the control connection
+        self.control_bytes = Counters(parent=manager.counters)
+        self.data_bytes = Counters(parent=manager.counters)
+        control.counters = self.control_bytes
         self.rtt_s: float | None = None
         self.offset_s: float | None = None
         self.no_lane_until_s = 0.0
@@ -64,23 +71,24 @@ class Link:
 
     def start(self) -> None:
         name = show(self.peer)
-        self._tasks = [
-            self._manager.spawn(self._write_forever(), f"writer {name}"),
-            self._manager.spawn(self._live_forever(), f"liveness {name}"),
-        ]
+        self._tasks = [self._manager.spawn(self._write_forever(), f"writer {name}")]
+        if self.hello.mode == "full":
+            self._tasks.append(self._manager.spawn(self._live_forever(), f"liveness {name}"))
 
     def fresh(self) -> bool:
         """True while a crossing dial may still be under way."""
         return time.monotonic() - self._opened_s < 2 * self._timeouts.handshake_s
 
     def close(self) -> None:
-        """Close all connections of this link; nothing more is read or written."""
+        """Close all connections of this link; nothing more is read, and what waits in the queue is lost."""
         for task in self._tasks:
             task.cancel()
         self.control.close()
         for connection in [lane.connection for lane in self._lanes] + self.incoming:
             connection.abort()
         self._lanes.clear()
+        self._queue.clear()
+        self._empty.set()
 
     # --- control ---
 
@@ -116,7 +124,7 @@ class Link:
                 batch = b"".join(self._queue)
                 self._queue.clear()
                 async with self._control_turn:
-                    await self.control.write(batch, self._timeouts.stall_s)
+                    await self.control.write(batch)
                 self._queued_bytes -= len(batch)
         except LinkLostError as error:
             self._manager.drop(self, str(error), "network")
@@ -145,16 +153,29 @@ class Link:
     # --- liveness ---
 
     async def _live_forever(self) -> None:
-        nonce = 0
+        nonce, ping_s = 0, self._timeouts.ping_s
         while True:
             nonce += 1
-            self._pings = {nonce: (time.monotonic(), self._manager.wall_ms())}
+            before_s = time.monotonic()
+            self._pings = {nonce: (before_s, self._manager.wall_ms())}
             self.queue(Ping(nonce, self._manager.wall_ms()))
-            await asyncio.sleep(self._timeouts.ping_s)
-            silent_s = time.monotonic() - self.control.last_received_s
+            await asyncio.sleep(ping_s)
+            now_s = time.monotonic()
+            self._retire_lanes(now_s)
+            # Who was late himself (a busy loop, a suspended laptop) or does not read cannot judge others.
+            if self.paused or now_s - before_s > 2 * ping_s:
+                continue
+            silent_s = now_s - max(c.last_received_s for c in (self.control, *self.incoming))
             if silent_s > self._timeouts.idle_s:
                 self._manager.drop(self, f"silent for {silent_s:.0f} s", "network")
                 return
+
+    def _retire_lanes(self, now_s: float) -> None:
+        for lane in list(self._lanes):
+            if not lane.waiting and now_s - lane.connection.last_sent_s > _LANE_IDLE_S:
+                lane.retired = True
+                self._lanes.remove(lane)
+                lane.connection.close()
 
     def _on_pong(self, message: Pong) -> None:
         sent = self._pings.pop(message.nonce, None)
@@ -174,40 +195,71 @@ class Link:
     # --- data ---
 
     async def send_data(self, header: DataHeader, payload: bytes) -> None:
-        """Write one data frame; LinkLostError if the lane or the link ends first."""
+        """Write one data frame; LinkLostError if the lane or the link ends first.
+
+        Cancelled in the middle of a frame it closes that connection, which would be of no use any more.
+        """
         lane = await self._choose_lane()
-        head = header.pack()
-        stall_s = self._timeouts.stall_s
         if lane is None:
             async with self._control_turn:
-                await self.control.write(head, stall_s)
-                await self.control.write(payload, stall_s)
+                try:
+                    await self._write_whole(self.control, header, payload)
+                except asyncio.CancelledError:
+                    self._manager.drop(self, "given up in the middle of a frame", "network")
+                    raise
             return
         lane.waiting += 1
         try:
             async with lane.turn:
-                await lane.connection.write(head, stall_s)
-                await lane.connection.write(payload, stall_s)
-        except LinkLostError:
-            if lane in self._lanes:
-                self._lanes.remove(lane)
-            lane.connection.abort()
-            raise
+                try:
+                    await self._write_whole(lane.connection, header, payload)
+                except asyncio.CancelledError:
+                    lane.retired = True
+                    lane.connection.abort()
+                    raise
         finally:
             lane.waiting -= 1
 
+    async def _write_whole(self, connection: Connection, header: DataHeader, payload: bytes) -> None:
+        try:
+            await connection.write(header.pack())
+            await connection.write(payload)
+        except LinkLostError as error:
+            self._manager.drop(self, str(error), "network")
+            raise
+
+    async def _watch_lane(self, lane: _Lane) -> None:
+        """Notice at once when a lane ends. Frames that had just left on it may be lost without a word, so
+        the whole link goes down then, which everybody above knows how to handle."""
+        connection = lane.connection
+        try:
+            await connection.until_closed()
+        except ProtocolViolation as error:
+            logger.warning("closing the link to peer %s: %s", show(self.peer), error)
+            self._manager.drop(self, str(error), "remote")
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        if not lane.retired and not self.down:
+            quiet_s = time.monotonic() - connection.last_sent_s
+            if lane.waiting or quiet_s < self._timeouts.stall_s:
+                self._manager.drop(self, "a data lane broke", "network")
+        connection.abort()
+
     async def _choose_lane(self) -> _Lane | None:
         """The least busy lane, opened if there is room for another; None: use the control connection."""
-        self._lanes = [lane for lane in self._lanes if not lane.connection.reader.at_eof()]
         idle = [lane for lane in self._lanes if not lane.waiting]
         if not idle and len(self._lanes) < self._manager.config.lanes:
             async with self._opening:
                 if len(self._lanes) < self._manager.config.lanes:
                     connection = await self._manager.open_lane(self)
                     if connection is not None:
-                        self._lanes.append(_Lane(connection))
+                        connection.counters = self.data_bytes
+                        lane = _Lane(connection)
+                        self._lanes.append(lane)
+                        watch = self._watch_lane(lane)
+                        self._tasks.append(self._manager.spawn(watch, f"lane {show(self.peer)}"))
+        if self.down:
+            raise LinkLostError(f"the link to peer {show(self.peer)} is down")
         if not self._lanes:
-            if self.down:
-                raise LinkLostError(f"the link to peer {show(self.peer)} is down")
             return None
         return min(self._lanes, key=lambda lane: lane.waiting)

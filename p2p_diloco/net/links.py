@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ from p2p_diloco.errors import (
 )
 from p2p_diloco.identity import Identity, PeerId, show
 from p2p_diloco.net.connection import Connection, Counters
-from p2p_diloco.net.link import Link
+from p2p_diloco.net.link import MAX_INCOMING, Link
+from p2p_diloco.net.sockets import accept_forever, connect, listen, secure
 from p2p_diloco.net.tls import client_context, server_context
 from p2p_diloco.wire.addresses import announced, split_address
 from p2p_diloco.wire.framing import DataHeader, after_hello, before_hello, dialler_before_hello, on_lane
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _BOOTSTRAP_S = 60.0  # how long a newcomer may hold a bootstrap link (guess)
 _LANE_PAUSE_S = 30.0  # before a lane that could not be dialled is tried again (guess)
+_REFUSAL_READ_S = 1.0  # for the other side to read why it was refused (guess)
+_FLUSH_S = 0.5  # for good-byes to leave when we stop (guess)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,21 @@ class DataFrame:
 LinkEvent = LinkUp | LinkDown | Received | DataFrame
 
 
+@dataclass(frozen=True)
+class LinkStats:
+    """One open link. Bytes are those of its control connection (with data frames that found no lane) and
+    of its lanes in both directions; `rtt_s` and `clock_offset_s` are None until the first pong."""
+
+    outbound: bool
+    host: str
+    control_sent: int
+    control_received: int
+    data_sent: int
+    data_received: int
+    rtt_s: float | None
+    clock_offset_s: float | None
+
+
 class LinkManager:
     """All connections of one peer in one run. It can dial without having been started."""
 
@@ -97,11 +116,13 @@ class LinkManager:
         self._bootstrap_reply = bootstrap_reply
         self._client = client_context(run_id, identity)
         self._server_context = server_context(run_id, identity)
-        self._server: asyncio.Server | None = None
+        self._listening: list[socket.socket] = []
         self._links: dict[PeerId, Link] = {}
-        self._dialling: dict[PeerId, int] = {}
-        self._pending = 0
-        self._open = 0
+        self._dialling: Counter[PeerId] = Counter()
+        self._pending: Counter[str] = Counter()  # handshakes under way, by host
+        self._bootstraps = 0
+        self._plain: set[socket.socket] = set()  # accepted, TLS not begun
+        self._connections: dict[Connection, None] = {}  # open ones past HELLO, both directions
         self._tasks: set[asyncio.Task[Any]] = set()
         self._readable = asyncio.Event()
         self._readable.set()
@@ -111,21 +132,32 @@ class LinkManager:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the bound port. OSError if the address cannot be bound."""
-        self._server = await asyncio.start_server(self._accepted, host, port, backlog=128)
-        return int(self._server.sockets[0].getsockname()[1])
+        self._listening = await listen(host, port)
+        for listening in self._listening:
+            self.spawn(accept_forever(listening, self._accepted), "accept")
+        return int(self._listening[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Flush good-byes for a moment, then close everything."""
+        """Flush good-byes for a moment, then close everything: a second or so, no LinkDown, no task left."""
         self._closing = True
-        if self._server is not None:
-            self._server.close()
         links = list(self._links.values())
-        await asyncio.gather(*(link.flush(0.5) for link in links))
-        for link in links:
+        await asyncio.gather(*(link.flush(_FLUSH_S) for link in links))
+        for link in list(self._links.values()):
             self.drop(link, "we are leaving", "network", quiet=True)
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for plain in [*self._listening, *self._plain]:
+            plain.close()
+        connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        if connections:
+            await asyncio.wait([connection.gone for connection in connections], timeout=_FLUSH_S)
+        for connection in connections:
+            connection.abort()
+        await asyncio.gather(*(connection.gone for connection in connections))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with the manager; a defect in it is logged with its history."""
@@ -141,67 +173,83 @@ class LinkManager:
 
     # --- accepting ---
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = writer.get_extra_info("peername")
-        full = self._open >= self.config.max_connections
-        if self._closing or full or self._pending >= self.config.max_pending:
-            logger.warning("turned %s away: too many %s", address, "links" if full else "handshakes")
-            writer.transport.abort()
+    def _accepted(self, plain: socket.socket, host: str) -> None:
+        pending = self._pending.total()
+        # One host gets at most half of the places, so that it alone cannot shut everybody else out.
+        crowded = pending >= self.config.max_pending or self._pending[host] > self.config.max_pending // 2
+        full = len(self._connections) + pending >= self.config.max_connections
+        if self._closing or full or crowded:
+            logger.warning("turned %s away: too many %s", host, "connections" if full else "handshakes")
+            plain.close()
             return
-        self.spawn(self._greet(reader, writer), f"accept {address}")
+        self._pending[host] += 1
+        self._plain.add(plain)
+        self.spawn(self._greet(plain, host), f"greet {host}")
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = writer.get_extra_info("peername")
-        self._pending += 1
+    async def _greet(self, plain: socket.socket, host: str) -> None:
         connection: Connection | None = None
+        self._plain.discard(plain)
         try:
             async with asyncio.timeout(self.config.timeouts.handshake_s):
-                await writer.start_tls(self._server_context)
-                connection = Connection(reader, writer, before_hello(), False, self.counters)
-                hello = await self._expect_hello(connection)
-        except (TimeoutError, OSError, ssl.SSLError, P2PDilocoError) as error:
-            logger.warning("closed the connection from %s: %s", address, _words(error))
-            writer.transport.abort()
+                connection = await self._secure(plain, server_side=True)
+                hello = await connection.read_frame()
+            if not isinstance(hello, Hello):
+                raise ProtocolViolation("the first message was no HELLO")
+        except (OSError, P2PDilocoError) as error:
+            logger.warning("closed the connection from %s: %s", host, _words(error))
+            if connection is not None:
+                connection.abort()
             return
+        except asyncio.CancelledError:
+            if connection is not None:
+                connection.abort()
+            raise
         finally:
-            self._pending -= 1
-        self._open += 1
+            self._pending -= Counter({host: 1})  # forgets the host at zero
+        self._keep(connection)
         try:
             await self._serve_accepted(connection, hello)
         finally:
-            self._open -= 1
             connection.close()
 
-    async def _expect_hello(self, connection: Connection) -> Hello:
-        message = await connection.read_frame()
-        if not isinstance(message, Hello):
-            raise ProtocolViolation("the first message was no HELLO")
-        return message
+    async def _secure(self, plain: socket.socket, server_side: bool) -> Connection:
+        """TLS on a new socket. Raises OSError, or ProtocolViolation for a key that is no identity."""
+        context = self._server_context if server_side else self._client
+        timeouts = self.config.timeouts
+        reader, writer, gone = await secure(plain, context, server_side, timeouts.handshake_s)
+        limits = before_hello() if server_side else dialler_before_hello()
+        try:
+            return Connection(reader, writer, limits, not server_side, self.counters, timeouts.stall_s, gone)
+        except ProtocolViolation:
+            writer.transport.abort()
+            raise
+
+    def _keep(self, connection: Connection) -> None:
+        """Count a connection until its socket is gone, which can be a moment after we closed it."""
+        self._connections[connection] = None
+        connection.gone.add_done_callback(lambda _: self._connections.pop(connection))
 
     async def _serve_accepted(self, connection: Connection, hello: Hello) -> None:
         """Answer an accepted HELLO and stay with the connection until it ends."""
-        peer, stall_s = connection.peer, self.config.timeouts.stall_s
+        peer = connection.peer
         refusal = self._refusal(hello, peer)
         try:
             if refusal is not None:
                 logger.info("refused peer %s (%s): %s", show(peer), refusal.code, refusal.text)
-                await connection.send(refusal, stall_s)
+                await connection.send(refusal)
                 with contextlib.suppress(TimeoutError, NetworkError):
-                    async with asyncio.timeout(1.0):
+                    async with asyncio.timeout(_REFUSAL_READ_S):
                         await connection.read_frame()  # let it read before the close
-                return
-            if hello.mode == "lane":
+            elif hello.mode == "lane":
                 link = self._links[peer]
-                await connection.send(self._hello("lane"), stall_s)
+                await connection.send(self._hello("lane"))
                 connection.limits = on_lane(self.max_payload_bytes)
                 await self._read_lane(link, connection)
             elif hello.mode == "bootstrap":
-                await connection.send(self._hello("bootstrap"), stall_s)
+                await connection.send(self._hello("bootstrap"))
                 await self._serve_bootstrap(connection)
             else:
-                link = self._register(connection, hello)
-                await connection.send(self._hello("full"), stall_s)
-                await self._read_control(link)
+                await self._read_control(self._register(connection, hello))
         except (NetworkError, ProtocolViolation) as error:
             logger.info("%s connection of peer %s ended: %s", hello.mode, show(peer), error)
 
@@ -212,59 +260,69 @@ class LinkManager:
         if judged is not None:
             return judged
         existing = self._links.get(peer)
-        if hello.mode == "lane":
-            return None if existing is not None else Refuse("lane", "no control link is open")
-        if hello.mode == "full" and self._closing:
+        if self._closing:
             return Refuse("full", "leaving")
-        if hello.mode != "full":
-            return None
+        if hello.mode == "lane":
+            if existing is None:
+                return Refuse("lane", "no control link is open")
+            return Refuse("lane", "too many lanes") if len(existing.incoming) >= MAX_INCOMING else None
+        if hello.mode == "bootstrap":
+            crowded = self._bootstraps >= self.config.max_pending
+            return Refuse("bootstrap", "too many newcomers at once") if crowded else None
         if existing is not None and existing.hello.nonce == hello.nonce and existing.fresh():
             return Refuse("duplicate", "a link is open already")
-        if existing is None and self._dialling.get(peer, 0) and self.me < peer:
+        if existing is None and self._dialling[peer] and self.me < peer:
             return Refuse("duplicate", "our own dial is under way")
         return None
 
     async def _serve_bootstrap(self, connection: Connection) -> None:
         """A newcomer without a schema may ask a few things, for a minute."""
-        connection.limits = before_hello()
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(asyncio.timeout(_BOOTSTRAP_S))
-            for _ in range(8):
-                message = await connection.read_frame()
-                reply = None if isinstance(message, tuple) else self._bootstrap_reply(message)
-                if reply is None:
-                    raise ProtocolViolation("asked for something that a bootstrap link does not give")
-                await connection.send(reply, self.config.timeouts.stall_s)
+        self._bootstraps += 1
+        try:
+            async with asyncio.timeout(_BOOTSTRAP_S):
+                for _ in range(8):
+                    message = await connection.read_frame()
+                    reply = None if isinstance(message, tuple) else self._bootstrap_reply(message)
+                    if reply is None:
+                        raise ProtocolViolation("asked for something that a bootstrap link does not give")
+                    await connection.send(reply)
+        except TimeoutError:
+            logger.info("closed the bootstrap link of peer %s: its time is up", show(connection.peer))
+        finally:
+            self._bootstraps -= 1
 
     # --- dialling ---
 
     async def dial(self, addresses: Sequence[str], expect: PeerId | None, mode: str = "full") -> PeerId:
         """Open a control link; addresses are tried together, the first good one wins.
 
-        Returns the peer. Raises DialError if none answers in time, RefusedByPeer, or ProtocolViolation
-        if another key than ``expect`` answers.
+        Returns the peer; at once if a link to ``expect`` is open. Raises DialError if none answers in time,
+        RefusedByPeer, or ProtocolViolation if another key than ``expect`` answers.
         """
         if expect is not None and expect in self._links:
             return expect
         if expect is not None:
-            self._dialling[expect] = self._dialling.get(expect, 0) + 1
+            self._dialling[expect] += 1
         try:
             connection, hello = await self._dial_any(addresses, expect, mode)
-            if mode == "full" and connection.peer in self._links:
+            peer = connection.peer
+            if self._closing or peer in self._links:
                 connection.close()
-                return connection.peer
+                if self._closing:
+                    raise DialError("leaving")
+                return peer
             link = self._register(connection, hello)
-            self.spawn(self._stay(link), f"link {show(connection.peer)}")
-            return connection.peer
+            self.spawn(self._read_control(link), f"link {show(peer)}")
+            return peer
+        except _LinkedMeanwhile as found:
+            return found.peer
         except RefusedByPeer as refusal:
             if refusal.code == "duplicate" and expect is not None:
                 return await self._await_link(expect)
             raise
         finally:
             if expect is not None:
-                self._dialling[expect] -= 1
-                if not self._dialling[expect]:
-                    del self._dialling[expect]
+                self._dialling -= Counter({expect: 1})
 
     async def _await_link(self, peer: PeerId) -> PeerId:
         """The other side's dial won: wait for it to come through."""
@@ -281,61 +339,86 @@ class LinkManager:
         loop = asyncio.get_running_loop()
         tries = {loop.create_task(self._dial_one(a, expect, mode)) for a in list(addresses)[:8]}
         errors: list[BaseException] = []
+        winner: tuple[Connection, Hello] | None = None
         try:
-            while tries:
+            while tries and winner is None:
                 done, tries = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    error = task.exception()
-                    if error is None:
-                        return task.result()
-                    errors.append(error)
+                for outcome in await asyncio.gather(*done, return_exceptions=True):
+                    if isinstance(outcome, BaseException):
+                        errors.append(outcome)
+                    elif winner is None:
+                        winner = outcome
+                    else:
+                        outcome[0].abort()
+        except asyncio.CancelledError:
+            if winner is not None:
+                winner[0].abort()
+            raise
         finally:
             for task in tries:
                 task.cancel()
             for late in await asyncio.gather(*tries, return_exceptions=True):
                 if isinstance(late, tuple):
-                    late[0].close()
+                    late[0].abort()
+        if winner is not None:
+            return winner
+        for kind in (_LinkedMeanwhile, RefusedByPeer, ProtocolViolation):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
         for error in errors:
-            if isinstance(error, RefusedByPeer | ProtocolViolation):
-                raise error
+            if not isinstance(error, DialError | LinkLostError):
+                raise error  # a defect, not the network
         raise DialError("; ".join(_words(error) for error in errors) or "no address to dial")
 
     async def _dial_one(self, address: str, expect: PeerId | None, mode: str) -> tuple[Connection, Hello]:
         timeouts = self.config.timeouts
-        writer: asyncio.StreamWriter | None = None
+        connection: Connection | None = None
         try:
             host, port = split_address(address)
             async with asyncio.timeout(timeouts.dial_s):
-                reader, writer = await asyncio.open_connection(host, port)
+                plain = await connect(host, port)
             async with asyncio.timeout(timeouts.handshake_s):
-                await writer.start_tls(self._client)
-                connection = Connection(reader, writer, dialler_before_hello(), True, self.counters)
-                if expect is not None and connection.peer != expect:
-                    raise ProtocolViolation(
-                        f"peer {show(connection.peer)} answers at {address} instead of {show(expect)}"
-                    )
-                await connection.send(self._hello(mode), timeouts.stall_s)
-                answer = await connection.read_frame()
-            if isinstance(answer, Refuse):
-                raise RefusedByPeer(answer.code, answer.text, answer.schema)
-            if not isinstance(answer, Hello):
-                raise ProtocolViolation("the answer to our HELLO was none")
-            if mode == "full":
-                refusal = self._judge(answer, connection.peer)
-                if refusal is not None:
-                    raise RefusedByPeer(refusal.code, refusal.text, refusal.schema)
-        except BaseException as error:
-            if writer is not None:
-                writer.transport.abort()
-            if isinstance(error, TimeoutError):
-                raise DialError(f"{address}: no answer in time") from None
-            if isinstance(error, OSError | ssl.SSLError | ValueError):
-                raise DialError(f"{address}: {_words(error)}") from None
-            raise
-        connection.limits = (
-            on_lane(self.max_payload_bytes) if mode == "lane" else after_hello(self.max_payload_bytes)
-        )
-        return connection, answer
+                connection = await self._secure(plain, server_side=False)
+                answer = await self._exchange_hello(connection, address, expect, mode)
+        except (OSError, ValueError) as error:
+            text = "no answer in time" if isinstance(error, TimeoutError) else _words(error)
+            raise DialError(f"{address}: {text}") from None
+        except LinkLostError as error:
+            raise DialError(f"{address}: {error}") from None
+        else:
+            self._keep(connection)
+            kept, connection = connection, None
+            kept.limits = (on_lane if mode == "lane" else after_hello)(self.max_payload_bytes)
+            return kept, answer
+        finally:
+            if connection is not None:
+                connection.abort()
+
+    async def _exchange_hello(
+        self, connection: Connection, address: str, expect: PeerId | None, mode: str
+    ) -> Hello:
+        peer = connection.peer
+        if peer == self.me and expect in (None, peer):
+            raise RefusedByPeer("self", f"we ourselves answer at {address}")
+        if expect is not None and peer != expect:
+            raise ProtocolViolation(f"peer {show(peer)} answers at {address} instead of {show(expect)}")
+        if mode == "full" and peer in self._links:
+            raise _LinkedMeanwhile(peer)
+        self._dialling[peer] += 1  # from HELLO on we are seen: an unexpected peer may be dialling us as well
+        try:
+            await connection.send(self._hello(mode))
+            answer = await connection.read_frame()
+        finally:
+            self._dialling -= Counter({peer: 1})
+        if isinstance(answer, Refuse):
+            raise RefusedByPeer(answer.code, answer.text, answer.schema)
+        if not isinstance(answer, Hello) or answer.mode != mode:
+            raise ProtocolViolation("the answer to our HELLO does not fit it")
+        refusal = self._judge(answer, peer) if mode == "full" else None
+        if refusal is not None:
+            raise RefusedByPeer(refusal.code, refusal.text, refusal.schema)
+        return answer
 
     # --- links ---
 
@@ -346,15 +429,11 @@ class LinkManager:
         connection.limits = after_hello(self.max_payload_bytes)
         link = Link(self, connection, hello)
         self._links[connection.peer] = link
+        if not connection.outbound:
+            link.queue(self._hello("full"))  # our answer: ahead of whatever the consumer sends on LinkUp
         link.start()
         self._on_event(LinkUp(connection.peer, hello, connection.outbound, connection.host))
         return link
-
-    async def _stay(self, link: Link) -> None:
-        try:
-            await self._read_control(link)
-        except (NetworkError, ProtocolViolation) as error:
-            logger.info("link to peer %s ended: %s", show(link.peer), error)
 
     async def _read_control(self, link: Link) -> None:
         """Hand on what comes until the link ends; whoever breaks a rule loses it."""
@@ -362,26 +441,44 @@ class LinkManager:
             while True:
                 frame = await link.control.read_frame()
                 if isinstance(frame, tuple):
+                    link.paused = True
                     await self._readable.wait()
-                    self._on_event(DataFrame(link.peer, *frame))
-                elif not link.own_business(frame):
+                    link.paused = False
+                    link.control.last_received_s = time.monotonic()  # we did not look before
+                    self._hand_on(link, DataFrame(link.peer, *frame))
+                else:
                     link.account()
-                    self._on_event(Received(link.peer, frame))
+                    if not link.own_business(frame):
+                        self._hand_on(link, Received(link.peer, frame))
         except LinkLostError as error:
+            if not link.down:
+                logger.info("link to peer %s ended: %s", show(link.peer), error)
             self.drop(link, str(error), "network")
         except ProtocolViolation as error:
             logger.warning("closing the link to peer %s: %s", show(link.peer), error)
             self.drop(link, str(error), "remote")
+        finally:
+            self.drop(link, "nobody reads it any more", "ours")
+
+    def _hand_on(self, link: Link, event: LinkEvent) -> None:
+        """Nothing comes from a link after its LinkDown, even what had been read before."""
+        if link.down:
+            raise LinkLostError("it is down")
+        self._on_event(event)
 
     async def _read_lane(self, link: Link, lane: Connection) -> None:
+        if link.down:
+            return  # it went down while we said HELLO
         link.incoming.append(lane)
+        lane.counters = link.data_bytes
         try:
-            while not link.down:
+            while True:
                 frame = await lane.read_frame()
                 await self._readable.wait()
-                if isinstance(frame, tuple) and not link.down:
-                    link.control.last_received_s = time.monotonic()
-                    self._on_event(DataFrame(link.peer, *frame))
+                if isinstance(frame, tuple):
+                    self._hand_on(link, DataFrame(link.peer, *frame))
+        except LinkLostError as error:
+            logger.debug("lane from peer %s ended: %s", show(link.peer), error)
         except ProtocolViolation as error:
             logger.warning("closing the link to peer %s: %s", show(link.peer), error)
             self.drop(link, str(error), "remote")
@@ -411,7 +508,7 @@ class LinkManager:
             link.no_lane_until_s = time.monotonic() + _LANE_PAUSE_S
             return None
         if link.down:
-            connection.close()
+            connection.abort()
             return None
         return connection
 
@@ -450,6 +547,22 @@ class LinkManager:
         """Bytes sent and received on all connections so far."""
         return self.counters.sent, self.counters.received
 
+    def stats(self) -> dict[PeerId, LinkStats]:
+        """Open links in order of their PeerId."""
+        return {
+            peer: LinkStats(
+                link.control.outbound,
+                link.control.host,
+                link.control_bytes.sent,
+                link.control_bytes.received,
+                link.data_bytes.sent,
+                link.data_bytes.received,
+                link.rtt_s,
+                link.offset_s,
+            )
+            for peer, link in sorted(self._links.items())
+        }
+
     def clock_offset_s(self, peer: PeerId) -> float | None:
         """How far the peer's clock is ahead of ours, as last measured; only ever shown."""
         link = self._links.get(peer)
@@ -459,6 +572,14 @@ class LinkManager:
         """Last measured round trip."""
         link = self._links.get(peer)
         return None if link is None else link.rtt_s
+
+
+class _LinkedMeanwhile(Exception):  # noqa: N818 - not an error
+    """While we dialled, the peer's own dial came through."""
+
+    def __init__(self, peer: PeerId) -> None:
+        super().__init__(f"a link to peer {show(peer)} is open")
+        self.peer = peer
 
 
 def _words(error: BaseException) -> str:

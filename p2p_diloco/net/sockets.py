@@ -12,10 +12,8 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
 import ssl
-import sys
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -34,8 +32,7 @@ async def listen(host: str, port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as stack:
         for family, _, _, _, address in dict.fromkeys(found):
             listening = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            if os.name == "posix" and sys.platform != "cygwin":
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listening.setblocking(False)
@@ -82,16 +79,30 @@ async def connect(host: str, port: int) -> socket.socket:
     raise last
 
 
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Says when the socket is gone without needing a task that waits for it."""
+
+    def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, loop=loop)
+        self.gone: asyncio.Future[None] = loop.create_future()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+
 async def secure(
     plain: socket.socket, context: ssl.SSLContext, server_side: bool, timeout_s: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, asyncio.Future[None]]:
     """Shake hands on a connected socket and give streams over it; the socket is theirs, also on failure.
 
-    Raises OSError (`ssl.SSLError` is one) if the handshake fails or takes longer than ``timeout_s``.
+    The future is done once the socket is gone, which can be a while after the writer's ``close``. Raises
+    OSError (`ssl.SSLError` is one) if the handshake fails or takes longer than ``timeout_s``.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(READ_BYTES, loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    protocol = _Protocol(reader, loop)
     try:
         if server_side:
             transport, _ = await loop.connect_accepted_socket(
@@ -112,4 +123,4 @@ async def secure(
             )
     except RuntimeError as error:  # uvloop's word for a socket that closed meanwhile
         raise ConnectionResetError(str(error)) from None
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop), protocol.gone

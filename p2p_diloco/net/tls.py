@@ -16,6 +16,7 @@ import tempfile
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -108,7 +109,7 @@ def peer_public_key(ssl_object: Any) -> bytes:
         raise ProtocolViolation("no certificate was presented")
     try:
         public = x509.load_der_x509_certificate(der).public_key()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ProtocolViolation(f"the certificate is malformed: {error}") from None
     if not isinstance(public, Ed25519PublicKey):
         raise ProtocolViolation("the certificate's key is not ed25519")

@@ -10,7 +10,7 @@ from p2p_diloco.wire.messages import Signed
 
 _S = 1_000_000_000
 # Phases in which a peer on our head is on its way to READY.
-_COMING = ("training", "ready", "ring", "voting", "waiting")
+_COMING = ("training", "ready", "ring", "voting", "finishing", "waiting")
 
 
 class Attendance:

@@ -17,7 +17,8 @@ from p2p_diloco.proto.attendance import Attendance
 from p2p_diloco.proto.ballots import Ballots
 from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.convene import CheckedView, check_promise, check_view, make_view
-from p2p_diloco.proto.events import Close, Compute, Effect, FrameIn, Metric, Notice, Persist, Send
+from p2p_diloco.proto.epoch_table import IN_PLAY, PHASES, TABLE, verdict_metric
+from p2p_diloco.proto.events import Close, Compute, Effect, FrameIn, Notice, Persist, Send
 from p2p_diloco.proto.jobs import Jobs
 from p2p_diloco.proto.membership import Membership
 from p2p_diloco.proto.ring import Ring, RingPlan
@@ -40,28 +41,6 @@ _S = 1_000_000_000
 _PROMISE_WAIT_NS = _S  # a convener's patience for promises beyond the quorum (guess)
 _RETRY_NS = _S  # between looks at a lost quorum (guess)
 _MAX_HELD_FRAMES = 4096  # frames that came before their VIEW
-
-# The whole life of a peer in the agreement. `closing`: the certificate came and the copy is swapped in.
-_IN_PLAY = ("ready", "ring", "voting", "promised", "fetching", "sitting_out")
-_ANY = ("joining", "training", *_IN_PLAY)
-TABLE: dict[tuple[str, str], str] = {
-    ("joining", "caught_up"): "training",
-    ("training", "local_ready"): "ready",
-    ("training", "local_bad"): "sitting_out",
-    ("sitting_out", "retry"): "training",
-    **{(s, "view_run"): "ring" for s in _IN_PLAY},
-    **{(s, "view_have"): "voting" for s in _IN_PLAY},
-    **{(s, "view_fetch"): "fetching" for s in _IN_PLAY},
-    **{(s, "view_without"): "sitting_out" for s in _IN_PLAY},
-    ("ring", "ring_done"): "voting",
-    ("fetching", "fetched"): "voting",
-    **{(s, "fail"): "promised" for s in _IN_PLAY},
-    **{(s, "verdict_mine"): "closing" for s in _ANY},
-    **{(s, "verdict_other"): "joining" for s in (*_ANY, "closing")},
-    ("closing", "swapped"): "training",
-}
-
-_PHASES = {"promised": "waiting", "fetching": "voting", "closing": "voting"}
 
 
 class EpochMachine:
@@ -120,7 +99,7 @@ class EpochMachine:
 
     @property
     def phase(self) -> str:
-        return _PHASES.get(self.state, self.state)
+        return PHASES.get(self.state, self.state)
 
     def next_wake_ns(self, now_ns: int) -> int:
         times = [now_ns + _S]
@@ -284,7 +263,7 @@ class EpochMachine:
 
     def _in_play(self) -> bool:
         """True if our READY is out, so that attempts concern us."""
-        return self.state in _IN_PLAY and self.me in self._attendance.readies
+        return self.state in IN_PLAY and self.me in self._attendance.readies
 
     def _ready_in(self, view: CheckedView, peer: PeerId) -> Signed:
         _, body = self._statements.check(view.run_view)
@@ -294,7 +273,7 @@ class EpochMachine:
     def _start_view(self, now_ns: int) -> list[Effect]:
         """Follow the accepted view, once no worker writes for an earlier one any more."""
         view = self._waiting_view
-        if view is None or self._jobs.open_of("ring"):
+        if view is None or self._jobs.open_of("ring") or self._jobs.open_of("catchup"):
             return []
         self._waiting_view = None
         order = tuple(peer for peer, _ in view.members)
@@ -400,6 +379,8 @@ class EpochMachine:
         if not ring.finite:
             return self._fail("the outer step gave a value that is not finite", now_ns)
         chunk_root, state_root = result
+        if self.state == "finishing":
+            return self._finished(state_root, now_ns)
         self._candidate = (ring.plan.view_hash, chunk_root, state_root)
         self._ring_ns = now_ns - ring.started_ns
         self._move("ring_done", now_ns)
@@ -427,7 +408,7 @@ class EpochMachine:
     def on_peer_lost(self, peer: PeerId, reason: str, now_ns: int) -> list[Effect]:
         """A link went down, or a frame to this peer could not be delivered."""
         ring = self.ring
-        if self.state == "ring" and ring is not None and peer in ring.plan.order:
+        if self.state in ("ring", "finishing") and ring is not None and peer in ring.plan.order:
             return self._fail(f"ring member {show(peer)} was lost ({reason})", now_ns)
         if self.state == "voting" and peer in self._chain.voters and not self._can_decide():
             return self._fail(f"voter {show(peer)} was lost ({reason})", now_ns)
@@ -452,6 +433,7 @@ class EpochMachine:
             self._deadline_ns = 0
             words = {
                 "ring": "the ring stalled",
+                "finishing": "the ring stalled",
                 "voting": "no quorum of votes in time",
                 "promised": "no view in time",
                 "fetching": "the adopted result did not come in time",
@@ -486,6 +468,8 @@ class EpochMachine:
 
     def _fail(self, reason: str, now_ns: int) -> list[Effect]:
         """Give up this attempt and promise the next one whose convener is there."""
+        if self.state == "finishing":
+            return self._abandon(reason, now_ns)
         if not self._in_play():
             return []
         usable = [v for v in self._chain.voters if self._members.usable(v)]
@@ -547,43 +531,52 @@ class EpochMachine:
         """A certificate for the next epoch; raises ProtocolViolation if it is not valid. ``fresh``
         ones are passed on (those of a fetched chain are not)."""
         link = self._chain.append(certificate)
-        attempt = self.attempt
+        attempt, ring, view_hash = self.attempt, self.ring, certificate.view[0].digest()
         effects: list[Effect] = list(self._flood(Verdict(certificate))) if fresh else []
-        record = self._jobs.add("persist", ("certificate", link.certificate.epoch, certificate.view[0]))
+        record = self._jobs.add("persist", ("certificate", certificate.epoch, certificate.view[0]))
         effects.append(Persist(record, "certificate", pack_object(certificate)))
-        have = self._candidate == (
-            certificate.view[0].digest(),
-            certificate.chunk_root,
-            certificate.state_root,
-        )
-        have = have and self.state in _IN_PLAY
-        if self._candidate is not None and not have and self._candidate[0] == certificate.view[0].digest():
-            text = f"StateDivergence in epoch {certificate.epoch}: our sum differs from the certified one"
-            effects.append(Notice("error", f"{text}; dropping ours and fetching theirs"))
-        effects.append(self._verdict_metric(link.contributors, sum(link.weights), attempt, certificate))
-        if self.state != "joining":
+        value = (view_hash, certificate.chunk_root, certificate.state_root)
+        have = self._candidate == value and self.state in IN_PLAY
+        running = self.state == "ring" and ring is not None and ring.plan.view_hash == view_hash
+        if self._candidate is not None and not have and self._candidate[0] == view_hash:
+            effects += self._diverged(certificate.epoch)
+        effects.append(verdict_metric(link, self.me, attempt, self._ring_ns))
+        if running:
+            self._move("verdict_early", now_ns)
+        elif self.state != "joining":
             self._move("verdict_mine" if have else "verdict_other", now_ns)
-        self._drop_ring()
+        if not running:
+            self._drop_ring()
         if have:
-            effects.append(
-                Compute(self._jobs.add("swap", ()), "swap", (certificate.state_root, certificate.epoch))
-            )
+            effects.append(self._swap(certificate.state_root))
         self._reset(now_ns)
+        if running:  # the rest of the ring is on its way: it costs less than fetching the state
+            self.ring = ring
+            self._deadline_ns = now_ns + round(self._timeouts.stall_s * _S)
         return [*effects, *self._replay_future(now_ns)]
 
-    def _verdict_metric(
-        self, contributors: tuple[PeerId, ...], weight: int, attempt: int, certificate: Certificate
-    ) -> Metric:
-        values = {
-            "epoch": certificate.epoch,
-            "attempt": attempt,
-            "contributors": [show(peer) for peer in contributors],
-            "tokens": weight,
-            "ring_ns": self._ring_ns if self.me in contributors else 0,
-            "state_root": certificate.state_root.hex(),
-            "took_part": self.me in contributors,
-        }
-        return Metric("epoch", values)
+    def _finished(self, state_root: bytes, now_ns: int) -> list[Effect]:
+        """Our ring ended after the verdict: take its result if it is the certified one."""
+        if state_root != self._chain.head.certificate.state_root:
+            return [*self._diverged(self.epoch), *self._abandon("it has another result", now_ns)]
+        self._drop_ring()
+        self._deadline_ns = 0
+        self._move("finished", now_ns)
+        return [self._swap(state_root)]
+
+    def _abandon(self, reason: str, now_ns: int) -> list[Effect]:
+        """The rest of a certified ring does not come: fetch the state instead."""
+        self._drop_ring()
+        self._deadline_ns = 0
+        self._move("verdict_other", now_ns)
+        return [Notice("info", f"fetching the state of epoch {self.epoch}: our ring did not end ({reason})")]
+
+    def _swap(self, state_root: bytes) -> Compute:
+        return Compute(self._jobs.add("swap", ()), "swap", (state_root, self._chain.epoch))
+
+    def _diverged(self, epoch: int) -> list[Effect]:
+        text = f"StateDivergence in epoch {epoch}: our sum differs from the certified one"
+        return [Notice("error", f"{text}; dropping ours and fetching theirs")]
 
     def _replay_future(self, now_ns: int) -> list[Effect]:
         waiting, self._future = self._future, []

@@ -372,7 +372,9 @@ class PeerMachine:
     def _holds(self, peer: PeerId, root: bytes) -> bool:
         member = self.members.get(peer)
         progress = member.progress if member is not None else None
-        return progress is not None and progress.phase != "joining" and progress.state_root == root
+        if progress is None or progress.phase in ("joining", "finishing"):
+            return False
+        return progress.state_root == root
 
     def _follow_catchup(self, catchup: CatchUp, now_ns: int) -> list[Effect]:
         """Take the result, or give up a fetch that nobody needs any more."""

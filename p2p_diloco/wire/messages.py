@@ -215,7 +215,9 @@ class Progress:
 
     epoch: int = integer()
     state_root: bytes = blob(32)
-    phase: str = choice("joining", "training", "ready", "ring", "voting", "sitting_out", "waiting", "leaving")
+    phase: str = choice(
+        "joining", "training", "ready", "ring", "voting", "finishing", "sitting_out", "waiting", "leaving"
+    )
     step: int = integer(0, _U32)
     steps: int = integer(0, _U32)
     loss: float = real()

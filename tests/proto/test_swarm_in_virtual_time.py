@@ -156,7 +156,7 @@ def test_after_a_kill_at_any_point_the_survivors_certify_the_mean_of_those_named
 
 
 def test_the_certified_state_equals_a_single_process_reference_after_a_kill_in_the_ring() -> None:
-    world = make_world(4, seed=5, codec="fp32", values=5000)
+    world = make_world(4, seed=5, codec="fp32", values=60_000)
     start = world.peers[0].table.state.anchor.astype(np.float64).copy()
     victim = world.peers[2]
     world.run_until(at_epoch(world, 1))
