@@ -10,7 +10,7 @@ import time
 
 import pytest
 import uvloop
-from support.linkpeers import LinkPeer, hello_of, peers, raw
+from support.linkpeers import LinkPeer, eventually, hello_of, peers, raw
 
 from p2p_diloco.errors import DialError, ProtocolViolation, RefusedByPeer
 from p2p_diloco.identity import Identity, show
@@ -18,6 +18,8 @@ from p2p_diloco.net.links import LinkDown, LinkUp, Received
 from p2p_diloco.net.sockets import secure
 from p2p_diloco.net.tls import client_context, server_context
 from p2p_diloco.wire.messages import GetGenesis, Gone, Hello, Leaves, Refuse
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
@@ -188,7 +190,7 @@ async def test_of_several_addresses_the_first_good_one_wins_and_dead_ones_do_not
 async def test_an_address_that_accepts_and_then_says_nothing_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         client = LinkPeer(timeouts={"handshake_s": 0.2})
-        with pytest.raises(DialError, match="127.0.0.1"):
+        with pytest.raises(DialError, match=r"no answer in time|aborting"):
             await client.manager.dial([f"127.0.0.1:{mute.getsockname()[1]}"], None)
         await client.manager.stop()
 
@@ -233,9 +235,7 @@ async def test_a_clock_that_is_90_s_ahead_is_reported_once_with_its_offset(
     async with peers(1, timeouts={"ping_s": 0.05}) as (one,):
         ahead = LinkPeer(wall_ms=lambda: time.time_ns() // 1_000_000 + 90_000)
         await ahead.dial(one)
-        async with asyncio.timeout(10):
-            while len(one.manager.stats()) < 1 or (one.manager.clock_offset_s(ahead.peer_id) is None):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: one.manager.clock_offset_s(ahead.peer_id) is not None)
         offset_s = one.manager.clock_offset_s(ahead.peer_id)
         assert offset_s is not None
         assert abs(offset_s - 90) < 5
@@ -243,9 +243,8 @@ async def test_a_clock_that_is_90_s_ahead_is_reported_once_with_its_offset(
         assert rtt_s is not None
         assert rtt_s > 0
         received = one.manager.stats()[ahead.peer_id].control_received
-        async with asyncio.timeout(10):
-            while one.manager.stats()[ahead.peer_id].control_received < received + 200:  # several more pongs
-                await asyncio.sleep(0.01)
+        more = received + 200  # several more pongs
+        await eventually(lambda: one.manager.stats()[ahead.peer_id].control_received >= more)
         warned = [r for r in caplog.records if show(ahead.peer_id) in r.message and r.levelname == "WARNING"]
         assert len(warned) == 1
         assert "+9" in warned[0].message or "+89." in warned[0].message
@@ -322,9 +321,7 @@ async def test_a_stopped_manager_accepts_and_dials_no_more() -> None:
 async def test_a_stop_in_the_middle_of_handshakes_leaves_nothing_behind() -> None:
     async with peers(1) as (server,):
         mute = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(5)]
-        async with asyncio.timeout(5):
-            while server.manager._pending.total() < 5:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: server.manager._pending.total() == 5)
         await server.manager.stop()
         for reader, writer in mute:
             assert await reader.read() == b""

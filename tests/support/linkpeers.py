@@ -1,4 +1,4 @@
-"""Link managers on loopback that remember their events, and bare TLS clients for what no manager would send."""
+"""Link managers on loopback that remember their events, and TLS clients for what no manager would send."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def hello_of(mode: str, **changes: Any) -> Hello:
         "lane": 0,
     }
     return Hello(**{**fields, **changes})
+
+
+async def eventually(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Wait for something that has no event of its own, such as a counter."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.005)
 
 
 class LinkPeer:
@@ -101,8 +108,8 @@ async def peers(count: int, **changes: Any) -> AsyncIterator[list[LinkPeer]]:
         yield made
     finally:
         await asyncio.gather(*(peer.manager.stop() for peer in made))
-    left = asyncio.all_tasks() - before
-    assert not left, left
+    left = [repr(task) for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
+    assert not left, left[:3]
 
 
 class Raw:
