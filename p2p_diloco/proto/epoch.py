@@ -540,6 +540,8 @@ class EpochMachine:
         running = self.state == "ring" and ring is not None and ring.plan.view_hash == view_hash
         if self._candidate is not None and not have and self._candidate[0] == view_hash:
             effects += self._diverged(certificate.epoch)
+        if running and ring is not None:
+            self._ring_ns = now_ns - ring.started_ns
         effects.append(verdict_metric(link, self.me, attempt, self._ring_ns))
         if running:
             self._move("verdict_early", now_ns)
