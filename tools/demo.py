@@ -263,9 +263,7 @@ class Demo:
         table.add_row("held-out loss, swarm", f"{start} -> {end} after {self.epochs - 1} epochs")
         self.claim(better, "the held-out loss fell by more than 0.5")
         if alone:
-            text = (
-                f"{alone['eval_loss_start']:.3f} -> {alone['eval_loss_end']:.3f} after the same inner steps"
-            )
+            text = f"{alone['eval_loss_start']:.3f} -> {alone['eval_loss_end']:.3f} after as many steps"
             table.add_row("held-out loss, one worker alone", text)
         certified = len(self._shown)
         table.add_row("epochs certified", f"{certified} of {self.epochs}")
@@ -273,14 +271,14 @@ class Demo:
         table.add_row("all digests equal", self.claim(self.digests_equal(), "all peers' digests are equal"))
         self.add_crash(table, victim)
         self.add_bytes(table, founder)
-        table.add_row("metrics", ", ".join(str(p.folder / "metrics.jsonl") for p in self.peers[:1]) + ", ...")
         checkpoints = sorted((founder.folder / "checkpoints").glob("epoch-*"))
-        table.add_row("checkpoints", str(checkpoints[-1]) if checkpoints else "none")
         self.claim(bool(checkpoints), "the founder wrote a checkpoint")
         for peer in self.peers:
             if peer is not victim:
                 self.claim(peer.process.returncode == 0, f"{peer.name} ended with status 0")
         self.console.print(table)
+        self.say(f"metrics and logs: {self.folder}/peer*/metrics.jsonl, peer.log, trainer.log")
+        self.say(f"newest checkpoint: {checkpoints[-1] if checkpoints else 'none'}")
         for failure in self.failures:
             self.say(f"did not hold: {failure}")
         self.say("every claim held" if not self.failures else f"{len(self.failures)} claims did not hold")
