@@ -1,0 +1,99 @@
+"""Files that are readable after a crash at any instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.statements import Cast
+
+from p2p_diloco.disk import RecordLog, RunFolder, write_atomically
+from p2p_diloco.errors import ConfigError, UserError
+from p2p_diloco.failpoints import Failpoints
+from p2p_diloco.wire.messages import pack_object
+
+
+def test_records_come_back_in_order(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "log")
+    entries = [("vote", b"one"), ("promise", b""), ("abstain", bytes(1000))]
+    for kind, data in entries:
+        log.append(kind, data)
+    log.close()
+    assert RecordLog(tmp_path / "log").records == entries
+
+
+def test_a_log_cut_or_damaged_anywhere_keeps_every_whole_record_before_that_place(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = RecordLog(path)
+    for number in range(3):
+        log.append("vote", bytes([number]) * 10)
+    log.close()
+    data = path.read_bytes()
+    each = len(data) // 3
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        again = RecordLog(path)
+        assert len(again.records) == cut // each
+        again.append("promise", b"new")
+        again.close()
+        assert RecordLog(path).records[-1] == ("promise", b"new")
+        flipped = bytearray(data)
+        flipped[cut] ^= 1
+        path.write_bytes(bytes(flipped))
+        assert len(RecordLog(path).records) <= cut // each + (0 if cut % each >= 0 else 1)
+
+
+def test_a_log_can_be_cut_to_its_newest_records(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "log")
+    for number in range(10):
+        log.append("vote", bytes([number]))
+    log.keep_newest(3)
+    log.append("vote", b"x")
+    log.close()
+    assert [data for _, data in RecordLog(tmp_path / "log").records] == [b"\x07", b"\x08", b"\x09", b"x"]
+
+
+def test_an_atomic_write_leaves_no_second_file(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", b"1")
+    write_atomically(tmp_path / "a", b"2")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"2"
+
+
+def test_a_run_folder_remembers_its_run_counts_its_starts_and_refuses_another_run(tmp_path: Path) -> None:
+    cast = Cast(2)
+    first = RunFolder(tmp_path / "run")
+    assert first.genesis() is None
+    assert first.open_run(cast.genesis) == 0
+    certificate = cast.certificate([0, 1], [0])
+    first.append("certificate", pack_object(certificate))
+    first.append("promise", b"p")
+    first.close()
+    second = RunFolder(tmp_path / "run")
+    assert second.newest_epoch() == 1
+    assert second.open_run(cast.genesis) > 0
+    assert second.certificates() == (certificate,)
+    assert second.log() == (("promise", b"p"),)
+    second.close()
+    other = Cast(1)
+    object.__setattr__(other.genesis, "config", b"{ }")
+    with pytest.raises(UserError, match="another run"):
+        RunFolder(tmp_path / "run").open_run(other.genesis)
+
+
+def test_a_folder_that_cannot_be_made_or_a_damaged_genesis_is_the_users_to_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="run folder"):
+        RunFolder(tmp_path / "file" / "run")
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "genesis.bin").write_bytes(b"junk")
+    with pytest.raises(UserError, match="damaged"):
+        folder.genesis()
+
+
+def test_a_failpoint_must_name_a_point_and_an_epoch() -> None:
+    Failpoints("").hit("reduce", 1)
+    Failpoints("reduce@5").hit("reduce", 4)
+    for wrong in ("reduce", "nowhere@1", "reduce@x"):
+        with pytest.raises(ConfigError, match="POINT@EPOCH"):
+            Failpoints(wrong)
