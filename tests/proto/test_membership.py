@@ -1,0 +1,179 @@
+"""SWIM: doubt, death, refutation, good-byes; and that one slow observer does not kill others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support.statements import identities
+
+from p2p_diloco.config import GossipConfig
+from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.proto.events import Dial, Send
+from p2p_diloco.proto.membership import Membership
+from p2p_diloco.proto.statements import Statements
+from p2p_diloco.wire import messages as msg
+
+S = 1_000_000_000
+RUN = bytes(32)
+
+
+def member(index: int, incarnation: int = 0) -> Membership:
+    identity = identities(5)[index]
+    addresses = (f"10.0.0.{index + 1}:7000",)
+    speak = Statements(identity, RUN)
+    return Membership(speak, GossipConfig(), random.Random(index), addresses, incarnation, 0)
+
+
+def sent(effects: list[Any], kind: type) -> list[Any]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def link(one: Membership, two: Membership, now_ns: int = 0) -> None:
+    """A link comes up on both sides; the records of the first exchange are delivered."""
+    for here, there in ((one, two), (two, one)):
+        for message in sent(here.link_up(there.me, (), now_ns), msg.Gossip):
+            there.on_gossip(here.me, message, now_ns)
+    for here, there in ((one, two), (two, one)):
+        for message in sent(here._send_full(there.me), msg.Gossip):
+            there.on_gossip(here.me, message, now_ns)
+
+
+def gossip(source: Membership, *, rumours: tuple = (), records: tuple = ()) -> msg.Gossip:
+    return msg.Gossip(source.progress, records, rumours)
+
+
+def test_a_newcomer_learns_of_everybody_through_one_link_and_dials_them() -> None:
+    a, b, c = member(0), member(1), member(2)
+    link(a, b)
+    link(b, c)
+    assert a.me in c.members
+    dials = [e for e in c.tick(S) if isinstance(e, Dial)]
+    assert [d.peer for d in dials] == [a.me]
+    assert dials[0].addresses == ("10.0.0.1:7000",)
+    assert not [e for e in c.tick(S + 1) if isinstance(e, Dial)], "one dial at a time"
+
+
+def test_a_lost_link_makes_a_suspect_and_silence_a_dead_member() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    assert a.usable(b.me)
+    a.link_down(b.me, "reset", S)
+    assert a.members[b.me].status == "suspect"
+    assert not a.usable(b.me)
+    a.tick(S + 20 * S)
+    assert a.members[b.me].status == "dead"
+
+
+def test_a_peer_that_hears_of_its_own_death_refutes_it_with_a_higher_incarnation() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    b.on_gossip(a.me, gossip(a, rumours=(msg.Rumour(b.me, 0, "dead"),)), S)
+    assert b.incarnation == 1
+    a.link_down(b.me, "reset", S)
+    a.tick(30 * S)
+    assert a.members[b.me].status == "dead"
+    a.on_gossip(a.me, gossip(b, records=(b._own,)), 31 * S)
+    assert a.members[b.me].status == "alive"
+
+
+def test_a_restarted_peer_overrides_its_old_death_notice() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    a.link_down(b.me, "reset", S)
+    a.tick(30 * S)
+    again = member(1, incarnation=1000)
+    a.on_gossip(a.me, gossip(again, records=(again._own,)), 31 * S)
+    assert a.members[b.me].status == "alive"
+
+
+def test_an_old_record_or_an_old_rumour_changes_nothing() -> None:
+    a, b = member(0), member(1)
+    old = b._own
+    b.set_addresses(("10.9.9.9:1",))
+    link(a, b)
+    a.on_gossip(b.me, gossip(b, records=(old,)), S)
+    assert a.members[b.me].addresses == ("10.9.9.9:1",)
+    newer = member(1, incarnation=5)
+    a.on_gossip(b.me, gossip(b, records=(newer._own,)), S)
+    a.on_gossip(b.me, gossip(b, rumours=(msg.Rumour(b.me, 4, "suspect"),)), S)
+    assert a.members[b.me].status == "alive"
+
+
+def test_a_peer_that_said_goodbye_has_left_and_is_not_dialled_again() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    for message in sent(b.leave(), msg.Gossip):
+        a.on_gossip(b.me, message, S)
+    assert a.members[b.me].status == "left"
+    a.link_down(b.me, "closed", S)
+    assert not [e for e in a.tick(100 * S) if isinstance(e, Dial)]
+
+
+def test_a_probe_that_nobody_answers_goes_through_helpers_and_then_makes_a_suspect() -> None:
+    a, b, c = member(0), member(1), member(2)
+    link(a, b)
+    link(a, c)
+    now, asked = 0, []
+    while a.members[b.me].status == "alive" and now < 60 * S:
+        now += S // 10
+        for effect in a.tick(now):
+            if isinstance(effect, Send) and isinstance(effect.message, msg.Probe):
+                asked.append((effect.peer, effect.message.target))
+                if effect.message.target == c.me:  # c answers, b is silent
+                    a.on_ack(c.me, msg.Ack(effect.message.nonce, c.me), now)
+    assert (c.me, b.me) in asked, "a helper was asked"
+    assert a.members[b.me].status == "suspect"
+    assert a._health > 0, "it also doubts itself"
+
+
+def test_a_helper_passes_the_question_and_the_answer_on() -> None:
+    a, b, c = member(0), member(1), member(2)
+    link(c, a)
+    link(c, b)
+    [forwarded] = sent(c.on_probe(a.me, msg.Probe(77, b.me), 0), msg.Probe)
+    [answer] = sent(b.on_probe(c.me, forwarded, 0), msg.Ack)
+    [back] = sent(c.on_ack(b.me, answer, 0), msg.Ack)
+    assert back == msg.Ack(77, b.me)
+
+
+def test_an_observer_that_keeps_failing_grows_patient() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    healthy = a._scaled(1.0)
+    a._health = 3
+    assert a._scaled(1.0) == 4 * healthy
+
+
+def test_nobody_is_dialled_at_an_address_that_cannot_be() -> None:
+    a, b = member(0), member(1)
+    b.set_addresses(("0.0.0.0:0", "127.0.0.1:0"))
+    a.on_gossip(b.me, gossip(b, records=(b._own,)), 0)
+    assert a.members[b.me].addresses == ()
+    assert not [e for e in a.tick(S) if isinstance(e, Dial)]
+
+
+def test_a_record_with_a_wrong_signature_or_of_another_kind_is_a_violation() -> None:
+    a, b = member(0), member(1)
+    forged = msg.Signed(b._own.public_key, "member", b._own.body, bytes(64))
+    other = b._statements.make(msg.Abstain(1, bytes(32), "", 0))
+    for signed in (forged, other):
+        with pytest.raises(ProtocolViolation):
+            a.on_gossip(b.me, gossip(b, records=(signed,)), 0)
+
+
+def test_a_flood_of_invented_members_ends_at_a_bound() -> None:
+    a = member(0)
+    for index in range(3000):
+        a.learn(index.to_bytes(32, "big"), ("10.0.0.1:1",), 0)
+    assert len(a.members) <= 1024
+
+
+def test_the_dead_are_forgotten_after_a_while() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    a.link_down(b.me, "reset", 0)
+    a.tick(30 * S)
+    a.tick(2000 * S)
+    assert b.me not in a.members
