@@ -91,6 +91,7 @@ class DHTDiscovery:
         for name in ("hivemind.dht.node", "hivemind.p2p", "hivemind.dht.routing"):
             self._modules[name] = await asyncio.to_thread(importlib.import_module, name)
         logging.getLogger("hivemind").setLevel(logging.ERROR)
+        _hush_hivemind(asyncio.get_running_loop())
         await self._bring_up()
         await self._greet_seeds()
         self._task = asyncio.get_running_loop().create_task(self._look_after(), name="dht")
@@ -330,6 +331,23 @@ class DHTDiscovery:
             raise
         except Exception as error:  # noqa: BLE001 - its kinds have no common base
             raise DiscoveryError(f"{what} failed: {error!r}") from None
+
+
+def _hush_hivemind(loop: asyncio.AbstractEventLoop) -> None:
+    """hivemind leaves tasks behind when its daemon dies; their errors are ours to know, not the user's."""
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        future = context.get("future")
+        coroutine = future.get_coro() if isinstance(future, asyncio.Task) else None
+        if getattr(coroutine, "__qualname__", "").startswith("ControlClient."):
+            logger.debug("hivemind's client: %s", context.get("exception"))
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
 
 
 def _run_key(run_id: bytes, shard: int) -> str:
