@@ -26,7 +26,6 @@ from p2p_diloco.errors import (
     ConfigError,
     NetworkError,
     ProtocolViolation,
-    RefusedByPeer,
     RemoteError,
     RunMismatchError,
     SchemaMismatchError,
@@ -383,13 +382,3 @@ def _outward_hosts() -> list[str]:
     if "127.0.0.1" not in hosts:
         hosts.append("127.0.0.1")
     return hosts
-
-
-def explain_refusal(refusal: RefusedByPeer, schema: Schema) -> str:
-    """One line for the user; for a schema, the first tensor that differs."""
-    if refusal.code == "schema" and refusal.schema:
-        try:
-            return schema.first_difference(Schema.from_bytes(refusal.schema))
-        except ProtocolViolation as error:
-            return f"{refusal.text} (and its schema is malformed: {error})"
-    return refusal.text

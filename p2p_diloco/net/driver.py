@@ -19,11 +19,12 @@ from typing import Any
 from p2p_diloco.bridge.api import Trainer, TrainerDied, TrainerEvent
 from p2p_diloco.bridge.messages import Progress, Round, RoundDone
 from p2p_diloco.disk import RunFolder
-from p2p_diloco.errors import LinkLostError, NetworkError, RemoteError, TrainerError
+from p2p_diloco.errors import LinkLostError, NetworkError, RefusedByPeer, RemoteError, TrainerError
 from p2p_diloco.failpoints import Failpoints
 from p2p_diloco.identity import PeerId, show
 from p2p_diloco.net import links as net
 from p2p_diloco.net.discovery import Discovery
+from p2p_diloco.net.refusals import PASSING, explain_refusal
 from p2p_diloco.net.workers import Workers
 from p2p_diloco.numerics.work import WorkTable
 from p2p_diloco.proto import events as ev
@@ -89,6 +90,7 @@ class Driver:
         self._wake = asyncio.Event()
         self._outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._restarts = 0
+        self._refusals: dict[tuple[PeerId, str], None] = {}
         self._stopping = False
         self.bytes_at_epoch = (0, 0)
 
@@ -294,8 +296,17 @@ class Driver:
         try:
             await self.links.dial(addresses, peer)
         except (NetworkError, RemoteError) as error:
+            if isinstance(error, RefusedByPeer) and error.code not in PASSING:
+                self._tell_refusal(peer, error)
             logger.debug("dialling peer %s: %s", show(peer), error)
             self.feed(ev.DialFailed(peer, str(error)))
+
+    def _tell_refusal(self, peer: PeerId, refusal: RefusedByPeer) -> None:
+        """Say once per peer and kind why it will not have us."""
+        if (peer, refusal.code) not in self._refusals:
+            self._refusals[peer, refusal.code] = None
+            why = explain_refusal(refusal, self.schema)
+            self.watcher.notice("warning", f"peer {show(peer)} refuses us ({refusal.code}): {why}")
 
     def _queue_frame(self, frame: ev.SendFrame) -> None:
         epoch = self.machine.chain.epoch + 1

@@ -173,9 +173,14 @@ class Link:
     def _retire_lanes(self, now_s: float) -> None:
         for lane in list(self._lanes):
             if not lane.waiting and now_s - lane.connection.last_sent_s > _LANE_IDLE_S:
-                lane.retired = True
-                self._lanes.remove(lane)
+                self._retire(lane)
                 lane.connection.close()
+
+    def _retire(self, lane: _Lane) -> None:
+        """Use it no more; that it ends is no loss then."""
+        lane.retired = True
+        if lane in self._lanes:
+            self._lanes.remove(lane)
 
     def _on_pong(self, message: Pong) -> None:
         sent = self._pings.pop(message.nonce, None)
@@ -199,26 +204,33 @@ class Link:
 
         Cancelled in the middle of a frame it closes that connection, which would be of no use any more.
         """
-        lane = await self._choose_lane()
-        if lane is None:
-            async with self._control_turn:
-                try:
-                    await self._write_whole(self.control, header, payload)
-                except asyncio.CancelledError:
-                    self._manager.drop(self, "given up in the middle of a frame", "network")
-                    raise
-            return
-        lane.waiting += 1
+        while True:
+            lane = await self._choose_lane()
+            if lane is None:
+                async with self._control_turn:
+                    try:
+                        await self._write_whole(self.control, header, payload)
+                    except asyncio.CancelledError:
+                        self._manager.drop(self, "given up in the middle of a frame", "network")
+                        raise
+                return
+            lane.waiting += 1
+            try:
+                async with lane.turn:
+                    if lane.retired:
+                        continue  # who wrote before us gave up and took the lane along
+                    await self._write_on_lane(lane, header, payload)
+                    return
+            finally:
+                lane.waiting -= 1
+
+    async def _write_on_lane(self, lane: _Lane, header: DataHeader, payload: bytes) -> None:
         try:
-            async with lane.turn:
-                try:
-                    await self._write_whole(lane.connection, header, payload)
-                except asyncio.CancelledError:
-                    lane.retired = True
-                    lane.connection.abort()
-                    raise
-        finally:
-            lane.waiting -= 1
+            await self._write_whole(lane.connection, header, payload)
+        except asyncio.CancelledError:
+            self._retire(lane)
+            lane.connection.close()  # earlier frames may still be on their way out
+            raise
 
     async def _write_whole(self, connection: Connection, header: DataHeader, payload: bytes) -> None:
         try:
@@ -257,7 +269,8 @@ class Link:
                         lane = _Lane(connection)
                         self._lanes.append(lane)
                         watch = self._watch_lane(lane)
-                        self._tasks.append(self._manager.spawn(watch, f"lane {show(self.peer)}"))
+                        watching = self._manager.spawn(watch, f"lane {show(self.peer)}")
+                        self._tasks = [*(task for task in self._tasks if not task.done()), watching]
         if self.down:
             raise LinkLostError(f"the link to peer {show(self.peer)} is down")
         if not self._lanes:

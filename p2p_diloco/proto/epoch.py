@@ -41,6 +41,7 @@ _S = 1_000_000_000
 _PROMISE_WAIT_NS = _S  # a convener's patience for promises beyond the quorum (guess)
 _RETRY_NS = _S  # between looks at a lost quorum (guess)
 _MAX_HELD_FRAMES = 4096  # frames that came before their VIEW
+_MAX_HELD_BYTES = 256 << 20  # and their bytes: more than the windows of a ring of ten hold (guess)
 
 
 class EpochMachine:
@@ -340,7 +341,8 @@ class EpochMachine:
                 return [Close(frame.peer, str(violation)), *self._fail(str(violation), now_ns)]
         if frame.tag in self._dead_tags:
             return []
-        if len(self._held) >= _MAX_HELD_FRAMES:
+        held_bytes = sum(len(waiting.payload) for waiting in self._held)
+        if len(self._held) >= _MAX_HELD_FRAMES or held_bytes > _MAX_HELD_BYTES:
             return [Close(frame.peer, "sends ring frames of a view that never came")]
         self._held.append(frame)
         return []

@@ -269,6 +269,9 @@ class Membership:
         author, body = self._statements.check(signed)
         if not isinstance(body, MemberRecord):
             raise ProtocolViolation(f"gossip carries a {signed.kind} statement as a record")
+        for address in body.addresses:
+            if not is_dialable(address):  # passing it on would break the author's signature or our word
+                raise ProtocolViolation(f"a member record announces {address[:64]!r}, which nobody can dial")
         if author == self.me:
             if (body.incarnation, body.sequence) > (self.incarnation, self._sequence):
                 self.incarnation = body.incarnation + 1  # an earlier life of ours said more than we have
@@ -280,7 +283,7 @@ class Membership:
         newer_life = body.incarnation > member.incarnation
         member.record = signed
         member.incarnation, member.sequence = body.incarnation, body.sequence
-        member.addresses = tuple(a for a in body.addresses if is_dialable(a))
+        member.addresses = body.addresses
         member.tells["record"] = self._transmissions()
         if body.left:
             return self._set_status(member, "left", now_ns)
