@@ -171,14 +171,20 @@ async def test_a_sender_that_gives_up_in_the_middle_of_a_frame_costs_its_lane_an
         two.manager.pause_data()
         tasks = [asyncio.ensure_future(send(one, two, chunk, bytes(PAYLOAD))) for chunk in range(40)]
         await eventually(lambda: one.manager.totals()[0] > 2 * PAYLOAD)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        writing = next(task for task in tasks if not task.done())  # the others wait for their turn
+        writing.cancel()
         two.manager.resume_data()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(result, asyncio.CancelledError) for result in results) == 1
+        assert sum(result is None for result in results) == 39
         await send(one, two, 99, b"whole")
         async with asyncio.timeout(20):
             while all(frame.header.chunk != 99 for frame in two.of(DataFrame)):
                 await two.until(DataFrame, len(two.of(DataFrame)) + 1)
+        given_up = tasks.index(writing)
+        came = [frame.header.chunk for frame in two.of(DataFrame)]
+        assert given_up not in came
+        assert set(came) == {*range(40), 99} - {given_up}
         assert all(len(frame.payload) == frame.header.length for frame in two.of(DataFrame))
         assert not one.of(LinkDown) + two.of(LinkDown)
 

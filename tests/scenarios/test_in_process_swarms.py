@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.swarm import Swarm, make_run, normal_deltas, swarm
-
-from p2p_diloco.config import OuterConfig
-from p2p_diloco.errors import SchemaMismatchError
-from p2p_diloco.numerics.int8 import Codec
-from p2p_diloco.numerics.layout import Schema, TensorSpec
+from support.swarm import Swarm, normal_deltas, swarm
 
 
 def assert_mean_within_bound(made: Swarm, epoch: int) -> None:
