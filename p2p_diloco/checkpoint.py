@@ -46,7 +46,7 @@ class Checkpoints:
         """Write whenever the state has reached a multiple of the interval; until cancelled."""
         while self._every:
             epoch = self._state.epoch
-            if epoch > 0 and epoch // self._every > self._written // self._every:
+            if epoch // self._every > max(self._written, 0) // self._every:
                 await asyncio.to_thread(self.write)
             await asyncio.sleep(_LOOK_S)
 
