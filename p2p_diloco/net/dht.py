@@ -90,6 +90,7 @@ class DHTDiscovery:
         """Bring the daemon up, try each seed once, and keep looking after both."""
         for name in ("hivemind.dht.node", "hivemind.p2p", "hivemind.dht.routing"):
             self._modules[name] = await asyncio.to_thread(importlib.import_module, name)
+        logging.addLevelName(logging.WARNING, "WARNING")  # importing hivemind renames it for everybody
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         _hush_hivemind(asyncio.get_running_loop())
         await self._bring_up()
