@@ -213,7 +213,8 @@ class PeerMachine:
 
     def _on_chain(self, peer: PeerId, message: msg.Chain, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
-        for certificate in message.certificates:
+        for packed in message.certificates:
+            certificate = msg.unpack_object(msg.Certificate, packed)
             if certificate.epoch == self.chain.epoch + 1:
                 effects += self.epoch.on_certificate(certificate, now_ns, fresh=False)
         if message.certificates and message.head > self.chain.epoch:

@@ -9,16 +9,15 @@ from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.events import Compute, Effect, Send, SendFrame
 from p2p_diloco.proto.jobs import Jobs
 from p2p_diloco.wire.messages import (
-    Certificate,
+    Chain as ChainMessage,
+)
+from p2p_diloco.wire.messages import (
     GetChain,
     GetChunk,
     GetLeaves,
     Gone,
     Leaves,
     pack_object,
-)
-from p2p_diloco.wire.messages import (
-    Chain as ChainMessage,
 )
 
 _CHAIN_BYTES = 900 << 10  # of the 1 MiB frame
@@ -35,13 +34,14 @@ class Server:
         self.bytes_served = 0
 
     def on_get_chain(self, peer: PeerId, message: GetChain) -> list[Effect]:
-        chosen: list[Certificate] = []
+        chosen: list[bytes] = []
         size = 0
         for certificate in self._chain.certificates(max(message.epoch, 1), 1024):
-            size += len(pack_object(certificate)) + 64
+            packed = pack_object(certificate)
+            size += len(packed) + 8
             if chosen and size > _CHAIN_BYTES:
                 break
-            chosen.append(certificate)
+            chosen.append(packed)
         return [Send(peer, ChainMessage(self._chain.epoch, tuple(chosen)))]
 
     def on_get_leaves(self, peer: PeerId, message: GetLeaves) -> list[Effect]:

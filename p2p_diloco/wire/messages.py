@@ -321,10 +321,11 @@ class GetChain:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`head` is the sender's newest epoch; `certificates` are consecutive."""
+    """`head` is the sender's newest epoch; `certificates` are consecutive, each packed by itself: the
+    bound on a message's items holds for one certificate, not for a page of them."""
 
     head: int = integer()
-    certificates: tuple[Certificate, ...] = many(object_spec(Certificate), 1024)
+    certificates: tuple[bytes, ...] = many(bytes_spec(1, LARGE_BYTES), 1024)
 
 
 @dataclass(frozen=True, slots=True)

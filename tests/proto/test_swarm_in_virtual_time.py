@@ -293,3 +293,13 @@ def test_the_same_seed_gives_the_same_history() -> None:
         world.run_until(at_epoch(world, 3))
         digests.append((world.steps, world.now_ns, world.peers[0].live.chain.link(3).digest))
     assert digests[0] == digests[1]
+
+
+def test_a_joiner_that_is_hundreds_of_epochs_late_fetches_the_whole_chain() -> None:
+    world = make_world(1, values=100)
+    world.round_ns = (1_000_000, 2_000_000)
+    world.run_until(at_epoch(world, 600), limit_s=3000)
+    world.round_ns = (500_000_000, 2_000_000_000)
+    newcomer = world.add()
+    world.run_until(lambda: newcomer.peer_id in newcomer.live.chain.head.contributors, limit_s=3000)
+    assert_one_history(world)

