@@ -224,7 +224,7 @@ class Swarm:
         self.changed.set()
         return self.tokens_of(index), 1.0
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Wait, woken by events, until the condition holds; a peer that ended with an error fails it."""
         end = asyncio.get_running_loop().time() + limit_s
         while not condition():
@@ -235,7 +235,7 @@ class Swarm:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.2)
 
-    async def at_epoch(self, epoch: int, nodes: list[Node] | None = None, limit_s: float = 30.0) -> None:
+    async def at_epoch(self, epoch: int, nodes: list[Node] | None = None, limit_s: float = 60.0) -> None:
         """Until all given peers hold the certified state of ``epoch`` or a later one."""
         chosen = nodes or self.nodes
         await self.until(lambda: all(n.state.epoch >= epoch for n in chosen), limit_s)
