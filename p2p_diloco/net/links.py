@@ -142,6 +142,12 @@ class LinkManager:
         self._closing = True
         links = list(self._links.values())
         await asyncio.gather(*(link.flush(_FLUSH_S) for link in links))
+        # Control first, and lanes once the others have answered: the end of a lane must not overtake what we
+        # said last, for whoever sees a lane break drops the whole link, unread messages and all.
+        for link in links:
+            link.control.close()
+        if links:
+            await asyncio.wait([link.control.gone for link in links], timeout=_FLUSH_S)
         for link in list(self._links.values()):
             self.drop(link, "we are leaving", "network", quiet=True)
         tasks = list(self._tasks)
@@ -493,7 +499,7 @@ class LinkManager:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
         link.close()
-        if not quiet:
+        if not (quiet or self._closing):
             self._on_event(LinkDown(link.peer, reason, blame))
 
     async def open_lane(self, link: Link) -> Connection | None:

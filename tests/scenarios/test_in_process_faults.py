@@ -447,6 +447,16 @@ async def test_a_peer_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
         made.assert_follows_reference(left_at + 5, stayers)
 
 
+async def test_a_good_bye_is_heard_by_everybody_before_the_links_end(tmp_path: Path) -> None:
+    async with swarm(tmp_path, 3, VALUES, normal_deltas(VALUES), fp32_run(3), pace_s=PACE_S) as made:
+        await made.at_epoch(3)
+        leaver, stayers = made.nodes[1], [made.nodes[0], made.nodes[2]]
+        leaver.driver.leave("going home")
+        good_bye = f"info: peer {show(leaver.identity.peer_id)} has left"
+        await made.until(lambda: all(good_bye in stayer.notices for stayer in stayers))
+        assert not [n for n in warnings(made) if "suspected" in n]
+
+
 async def test_all_peers_can_leave_at_once_in_the_middle_of_epochs(tmp_path: Path) -> None:
     async with swarm(tmp_path, 3, VALUES, normal_deltas(VALUES), fp32_run(3)) as made:
         await made.at_epoch(3)
