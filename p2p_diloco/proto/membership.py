@@ -19,18 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from p2p_diloco.config import GossipConfig
 from p2p_diloco.errors import ProtocolViolation
 from p2p_diloco.identity import PeerId, show
+from p2p_diloco.proto.dice import Dice
 from p2p_diloco.proto.events import Dial, Effect, Notice, Send
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire.addresses import is_dialable
 from p2p_diloco.wire.messages import Ack, Gossip, MemberRecord, Probe, Progress, Rumour, Signed
-
-if TYPE_CHECKING:
-    from random import Random
 
 _S = 1_000_000_000
 _MAX_KNOWN = 1024  # members remembered; a flood of invented ones stops here
@@ -76,7 +73,7 @@ class Membership:
         self,
         statements: Statements,
         config: GossipConfig,
-        random: Random,
+        random: Dice,
         addresses: tuple[str, ...],
         incarnation: int,
         now_ns: int,

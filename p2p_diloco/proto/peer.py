@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2p_diloco.config import PeerConfig, RunConfig
 from p2p_diloco.errors import ProtocolViolation
@@ -21,6 +21,7 @@ from p2p_diloco.proto import events as ev
 from p2p_diloco.proto.acceptor import LogRecord
 from p2p_diloco.proto.catchup import CatchUp
 from p2p_diloco.proto.chain import Chain
+from p2p_diloco.proto.dice import Dice
 from p2p_diloco.proto.epoch import EpochMachine
 from p2p_diloco.proto.events import Effect, Event
 from p2p_diloco.proto.jobs import Jobs
@@ -28,9 +29,6 @@ from p2p_diloco.proto.membership import Membership
 from p2p_diloco.proto.serve import Server
 from p2p_diloco.proto.statements import Signer, Statements
 from p2p_diloco.wire import messages as msg
-
-if TYPE_CHECKING:
-    from random import Random
 
 _S = 1_000_000_000
 _SEEN = 16_384  # statements remembered so that each is passed on once
@@ -58,7 +56,7 @@ class PeerSetup:
 class PeerMachine:
     """See the module's text."""
 
-    def __init__(self, signer: Signer, setup: PeerSetup, random: Random, now_ns: int) -> None:
+    def __init__(self, signer: Signer, setup: PeerSetup, random: Dice, now_ns: int) -> None:
         self.setup = setup
         self._random = random
         self._jobs = Jobs()
