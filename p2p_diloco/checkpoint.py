@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from p2p_diloco.config import PeerConfig
-from p2p_diloco.disk import fsync_folder, write_atomically
+from p2p_diloco.disk import RunFolder, fsync_folder, write_atomically
 from p2p_diloco.errors import UserError
 from p2p_diloco.numerics.layout import Schema
 from p2p_diloco.numerics.state import FlatState, SnapshotGone
+from p2p_diloco.numerics.work import replay
 from p2p_diloco.proto.chain import Chain
 from p2p_diloco.wire.messages import pack_object
 from p2p_diloco.wire.runid import show_run_id
@@ -43,10 +44,11 @@ class Checkpoints:
         self._written = -1
 
     async def follow(self) -> None:
-        """Write whenever the state has reached a multiple of the interval; until cancelled."""
+        """Write the first state that we hold, and then whenever it has reached a multiple of the interval;
+        until cancelled. With the rounds since then on disk, a state is never further than a replay away."""
         while self._every:
             epoch = self._state.epoch
-            if epoch // self._every > max(self._written, 0) // self._every:
+            if self._written < 0 or epoch // self._every > self._written // self._every:
                 await asyncio.to_thread(self.write)
             await asyncio.sleep(_LOOK_S)
 
@@ -127,6 +129,22 @@ def split(schema: Schema, flat: NDArray[np.float32]) -> dict[str, NDArray[np.flo
 def complete(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
     return sorted(folder.glob("epoch-*")) if folder.exists() else []
+
+
+def restore_newest(folder: RunFolder, state: FlatState, schema: Schema) -> int:
+    """Load the newest state that the folder leads to: its checkpoint, and the rounds on disk after it as
+    far as the chain on disk certifies them. Returns its epoch, -1 if there is none that is certified."""
+    epoch = restore(folder.path / "checkpoints", state, schema)
+    chain = folder.certificates()
+    if epoch < 0 or epoch > len(chain) or (epoch > 0 and chain[epoch - 1].state_root != state.root):
+        return -1
+    while epoch < len(chain):
+        wanted = chain[epoch].state_root
+        found = [payloads for root, payloads in folder.rounds(epoch + 1) if root == wanted]
+        if not found or not replay(state, epoch + 1, wanted, found[0]):
+            break
+        epoch += 1
+    return epoch
 
 
 def restore(folder: Path, state: FlatState, schema: Schema) -> int:

@@ -2,8 +2,9 @@
 
 ======================  ==========================================================================
 ``genesis.bin``         the run's genesis record, written once
-``votes.log``           our votes, promises and abstentions; appended and fsynced before they leave
-``chain.log``           certificates in order
+``votes.log``           our votes, promises, abstentions and convened attempts; fsynced before they leave
+``chain.log``           certificates
+``rounds/``             payloads of the newest finished rounds: a state is its checkpoint and these
 ``incarnation``         how often this identity has started in this run
 ======================  ==========================================================================
 
@@ -16,6 +17,7 @@ import logging
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +25,10 @@ from p2p_diloco.errors import ProtocolViolation, UserError
 from p2p_diloco.wire.messages import Certificate, Genesis, pack_object, unpack_object
 
 _HEAD: Final = struct.Struct("<IIB")
-_KINDS: Final = {"vote": 1, "promise": 2, "abstain": 3, "certificate": 4}
+_ROUND_HEAD: Final = struct.Struct("<8sQ32sI")
+_ROUND_MAGIC: Final = b"p2pround"
+_SERVED_ROUNDS: Final = 3  # of the newest epochs: what others may still pull (as proto/rounds keeps)
+_KINDS: Final = {"vote": 1, "promise": 2, "abstain": 3, "certificate": 4, "convened": 5, "probe": 6}
 _NAMES: Final = {number: name for name, number in _KINDS.items()}
 _MAX_RECORD: Final = 2 << 20
 _COMPACT_BYTES: Final = 4 << 20  # a vote log longer than this is cut to its newest part (guess)
@@ -57,6 +62,7 @@ class RecordLog:
         self._path = path
         data = path.read_bytes() if path.exists() else b""
         self.records, good = _parse(data)
+        self.damaged = _is_whole(data[good:])
         if good < len(data):
             logger.warning("%s: dropped %d bytes of an unfinished record", path, len(data) - good)
         self._file = open(path, "ab")  # noqa: SIM115 - kept open for the life of the peer
@@ -106,11 +112,23 @@ def _parse(data: bytes) -> tuple[list[tuple[str, bytes]], int]:
     return records, position
 
 
-class RunFolder:
-    """The files of one peer in one run. `open_run` must be called before records are appended."""
+def _is_whole(rest: bytes) -> bool:
+    """True if what follows the good records is no torn tail: the bytes are there, but they are not what was
+    written. Records after that point may be lost."""
+    if len(rest) < _HEAD.size:
+        return False
+    length, _, _ = _HEAD.unpack_from(rest)
+    return bool(len(rest) >= _HEAD.size + length)
 
-    def __init__(self, path: Path) -> None:
+
+class RunFolder:
+    """The files of one peer in one run. `open_run` must be called before records are appended.
+    ``keep_rounds``: rounds this many epochs behind the newest are deleted even if no checkpoint is newer."""
+
+    def __init__(self, path: Path, keep_rounds: int = 32) -> None:
         self.path = path
+        self._keep_rounds = keep_rounds
+        self.forgot = False  # an earlier life's votes are lost
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,30 +154,75 @@ class RunFolder:
         if earlier is None:
             write_atomically(self.path / "genesis.bin", pack_object(genesis))
         counter = self.path / "incarnation"
+        votes = self.path / "votes.log"
+        lost = counter.exists() and not votes.exists()
         count = int(counter.read_text() or "0") + 1 if counter.exists() else 0
         write_atomically(counter, str(count).encode())
-        self._votes = RecordLog(self.path / "votes.log")
+        self._votes = RecordLog(votes)
+        self.forgot = lost or self._votes.damaged
+        if self.forgot:
+            logger.error("%s: the vote log is lost or damaged; not voting until it cannot matter", votes)
         self._chain = RecordLog(self.path / "chain.log")
         return count * 1000  # room for the refutations of one life
 
     def log(self) -> tuple[tuple[str, bytes], ...]:
-        """Our earlier votes, promises and abstentions."""
-        return () if self._votes is None else tuple(self._votes.records)
+        """Our earlier votes, promises, abstentions and convened attempts."""
+        records = () if self._votes is None else tuple(self._votes.records)
+        return tuple(record for record in records if record[0] != "probe")
 
     def certificates(self) -> tuple[Certificate, ...]:
-        """The chain on disk, as far as it decodes; the machine checks it again."""
-        found: list[Certificate] = []
-        for _, data in [] if self._chain is None else self._chain.records:
+        """The chain on disk without gaps, as far as it decodes; the machine checks it again. May be called
+        before `open_run`."""
+        file = self.path / "chain.log"
+        records, _ = _parse(file.read_bytes()) if file.exists() else ([], 0)
+        found: dict[int, Certificate] = {}
+        for _, data in records:
             certificate = unpack_object(Certificate, data)
-            if certificate.epoch == len(found) + 1:
-                found.append(certificate)
-        return tuple(found)
+            found.setdefault(certificate.epoch, certificate)
+        whole = next(epoch for epoch in range(1, len(found) + 2) if epoch not in found)
+        return tuple(found[epoch] for epoch in range(1, whole))
 
     def newest_epoch(self) -> int:
         """The newest certified epoch on disk, 0 if none; may be called before `open_run`."""
-        file = self.path / "chain.log"
-        records, _ = _parse(file.read_bytes()) if file.exists() else ([], 0)
-        return max((unpack_object(Certificate, data).epoch for _, data in records), default=0)
+        return len(self.certificates())
+
+    # --- rounds ---
+
+    def keep_round(self, epoch: int, state_root: bytes, payloads: Sequence[bytes]) -> None:
+        """Write and fsync the payloads of a finished round; raises OSError, leaving nothing behind."""
+        folder = self.path / "rounds"
+        folder.mkdir(exist_ok=True)
+        final = folder / f"epoch-{epoch:08d}-{state_root.hex()[:16]}.round"
+        temporary = final.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(_ROUND_HEAD.pack(_ROUND_MAGIC, epoch, state_root, len(payloads)))
+                for payload in payloads:
+                    file.write(len(payload).to_bytes(4, "little"))
+                    file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, final)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(folder)
+        self._drop_rounds(epoch)
+
+    def _drop_rounds(self, newest: int) -> None:
+        """Delete rounds that nobody will ask for: a newer checkpoint holds them, or there are too many."""
+        checkpoints = [_epoch_in(path) for path in (self.path / "checkpoints").glob("epoch-*")]
+        settled = max(checkpoints, default=-1)
+        for path in (self.path / "rounds").glob("epoch-*.round"):
+            behind = newest - _epoch_in(path)
+            if behind >= self._keep_rounds or (behind >= _SERVED_ROUNDS and _epoch_in(path) <= settled):
+                path.unlink(missing_ok=True)
+
+    def rounds(self, epoch: int) -> list[tuple[bytes, tuple[bytes, ...]]]:
+        """State root and payloads of the rounds of an epoch that are on disk; damaged files are left out."""
+        folder = self.path / "rounds"
+        found = [_read_round(path) for path in sorted(folder.glob(f"epoch-{epoch:08d}-*.round"))]
+        return [(root, payloads) for held, root, payloads in filter(None, found) if held == epoch]
 
     def append(self, kind: str, data: bytes) -> None:
         """Write one record to the log that it belongs to; raises OSError."""
@@ -177,3 +240,26 @@ class RunFolder:
             if log is not None:
                 log.close()
         self._votes = self._chain = None
+
+
+def _epoch_in(path: Path) -> int:
+    digits = path.name.split("-")[1]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _read_round(path: Path) -> tuple[int, bytes, tuple[bytes, ...]] | None:
+    """Epoch, state root and payloads of a round file; None if it is not whole."""
+    data = path.read_bytes()
+    if len(data) < _ROUND_HEAD.size:
+        return None
+    magic, epoch, root, count = _ROUND_HEAD.unpack_from(data)
+    payloads: list[bytes] = []
+    position = _ROUND_HEAD.size
+    while len(payloads) < count and position + 4 <= len(data):
+        length = int.from_bytes(data[position : position + 4], "little")
+        payloads.append(data[position + 4 : position + 4 + length])
+        position += 4 + length
+    if magic != _ROUND_MAGIC or len(payloads) != count or position != len(data):
+        logger.warning("%s is damaged: not used", path)
+        return None
+    return epoch, root, tuple(payloads)

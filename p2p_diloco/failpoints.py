@@ -1,7 +1,8 @@
 """Named points at which a test can kill this process with SIGKILL: ``P2P_DILOCO_KILL=reduce@2``.
 
-The word before ``@`` is a point (see POINTS), the number the epoch being agreed on. Without the variable
-nothing happens. Chaos tests use these to be sure where a peer was when it died.
+The word before ``@`` is a point (see POINTS), the number the epoch being agreed on. Only a convener comes
+by ``convened_persisted`` and ``view``, and ``promise_persisted`` only comes after an attempt failed.
+Without the variable nothing happens. Chaos tests use these to be sure where a peer was when it died.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import signal
 from p2p_diloco.errors import ConfigError
 
 VARIABLE = "P2P_DILOCO_KILL"
-POINTS = ("ready", "view", "reduce", "gather", "ring_done", "vote_persisted", "vote_sent", "certificate")
+POINTS = (
+    "ready", "convened_persisted", "view", "reduce", "gather", "ring_done", "round_kept", "vote_persisted",
+    "vote_sent", "certificate", "promise_persisted",
+)  # fmt: skip
 
 
 class Failpoints:

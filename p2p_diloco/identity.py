@@ -110,6 +110,10 @@ class Identity:
         """64-byte signature over the domain tag and the message."""
         return self.private_key.sign(_tagged(domain, message))
 
+    def verify(self, public_key: bytes, domain: str, message: bytes, signature: bytes) -> bool:
+        """`verify` of this module, for those who are handed an identity and not the module."""
+        return verify(public_key, domain, message, signature)
+
     def close(self) -> None:
         """Let go of the file's lock."""
         if self._lock_fd >= 0:

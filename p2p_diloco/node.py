@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from p2p_diloco import __version__
 from p2p_diloco.bridge.api import Trainer
 from p2p_diloco.bridge.shared import SharedState, StateAreas
-from p2p_diloco.checkpoint import restore
+from p2p_diloco.checkpoint import restore_newest
 from p2p_diloco.config import PeerConfig, RunConfig, build_config, first_difference
 from p2p_diloco.disk import RunFolder
 from p2p_diloco.errors import (
@@ -41,6 +41,8 @@ from p2p_diloco.numerics.layout import Layout, Schema
 from p2p_diloco.numerics.state import FlatState
 from p2p_diloco.numerics.work import WorkTable
 from p2p_diloco.proto.peer import PeerMachine, PeerSetup
+from p2p_diloco.proto.rounds import Round
+from p2p_diloco.proto.statements import RECEIPT_BYTES
 from p2p_diloco.wire import messages as msg
 from p2p_diloco.wire.addresses import is_dialable, join_address
 from p2p_diloco.wire.runid import parse_run_id, show_run_id
@@ -71,7 +73,7 @@ class Parts:
 async def found_run(parts: Parts) -> Driver:
     """Write genesis from our initial weights and stand ready as the run's first member."""
     run = parts.run or RunConfig()
-    folder = RunFolder(parts.peer.run_dir)
+    folder = RunFolder(parts.peer.run_dir, _rounds_kept(parts.peer))
     earlier = folder.genesis()
     if earlier is not None:
         return await _resume_run(parts, folder, earlier)
@@ -92,7 +94,7 @@ async def found_run(parts: Parts) -> Driver:
             os.urandom(16),
         )
         await parts.discovery.start()
-        return await _assemble(parts, run, genesis, schema, state, trainer, folder, holds_state=True)
+        return await _assemble(parts, run, genesis, schema, state, trainer, folder, held_epoch=0)
     except BaseException:
         await trainer.stop(parts.peer.timeouts.leave_s)
         await parts.discovery.stop()
@@ -100,9 +102,9 @@ async def found_run(parts: Parts) -> Driver:
 
 
 async def _resume_run(parts: Parts, folder: RunFolder, genesis: msg.Genesis) -> Driver:
-    """Go on with the run in our folder from its newest checkpoint, with nobody else there yet.
+    """Go on with the run in our folder from what our disk holds, with nobody else there yet.
 
-    Only if no later epoch was certified: going on from an older one would decide an epoch twice.
+    Only from the newest certified epoch: going on from an older one would decide an epoch twice.
     """
     run = _run_of(genesis)
     if parts.run is not None and parts.run != run:
@@ -113,20 +115,26 @@ async def _resume_run(parts: Parts, folder: RunFolder, genesis: msg.Genesis) -> 
         _check_schema(schema, genesis)
         state = _make_state(parts, run, schema, Layout(schema.total_values, genesis.chunk_values))
         trainer.attach(state.buffers)
-        epoch = await asyncio.to_thread(restore, folder.path / "checkpoints", state, schema)
+        epoch = await asyncio.to_thread(restore_newest, folder, state, schema)
         certified = await asyncio.to_thread(folder.newest_epoch)
         if epoch < 0 or epoch < certified:
-            held = "no checkpoint" if epoch < 0 else f"its newest checkpoint is of epoch {epoch}"
+            held = "no state of it" if epoch < 0 else f"only the state of epoch {epoch}"
             raise UserError(
                 f"{folder.path} holds a run certified to epoch {certified}, but {held}; "
                 "rejoin with --initial-peers, or found a new run with another --run-dir"
             )
         await parts.discovery.start()
-        return await _assemble(parts, run, genesis, schema, state, trainer, folder, holds_state=True)
+        return await _assemble(parts, run, genesis, schema, state, trainer, folder, held_epoch=epoch)
     except BaseException:
         await trainer.stop(parts.peer.timeouts.leave_s)
         await parts.discovery.stop()
         raise
+
+
+def _rounds_kept(peer: PeerConfig) -> int:
+    """How many epochs' rounds stay on disk at most: twice what lies between two checkpoints, since one may
+    fail; a checkpoint that is written lets go of those before it."""
+    return 2 * peer.checkpoint_every_epochs + 3
 
 
 def _check_schema(schema: Schema, genesis: msg.Genesis) -> None:
@@ -140,7 +148,7 @@ async def join_run(parts: Parts) -> Driver:
     trainer: Trainer | None = None
     try:
         await parts.discovery.start()
-        folder = RunFolder(parts.peer.run_dir)
+        folder = RunFolder(parts.peer.run_dir, _rounds_kept(parts.peer))
         genesis = folder.genesis() or await _fetch_genesis(parts, await _choose_run(parts))
         wanted = parts.peer.run_id
         if wanted and parse_run_id(wanted) != genesis.run_id():
@@ -155,7 +163,8 @@ async def join_run(parts: Parts) -> Driver:
         _check_schema(schema, genesis)
         state = _make_state(parts, run, schema, Layout(schema.total_values, genesis.chunk_values))
         trainer.attach(state.buffers)
-        return await _assemble(parts, run, genesis, schema, state, trainer, folder, holds_state=False)
+        epoch = await asyncio.to_thread(restore_newest, folder, state, schema)
+        return await _assemble(parts, run, genesis, schema, state, trainer, folder, held_epoch=epoch)
     except BaseException:
         if trainer is not None:
             await trainer.stop(parts.peer.timeouts.leave_s)
@@ -300,7 +309,7 @@ async def _assemble(
     state: FlatState,
     trainer: Trainer,
     folder: RunFolder,
-    holds_state: bool,
+    held_epoch: int,
 ) -> Driver:
     run_id = genesis.run_id()
     incarnation = await asyncio.to_thread(folder.open_run, genesis)
@@ -311,7 +320,9 @@ async def _assemble(
         if drivers:
             drivers[0].on_link_event(event)
 
-    codec_bytes = state.codec.payload_bytes(min(state.layout.chunk_values, schema.total_values))
+    codec_bytes = RECEIPT_BYTES + state.codec.payload_bytes(
+        min(state.layout.chunk_values, schema.total_values)
+    )
     state_bytes = 8 * min(state.layout.chunk_values, schema.total_values)
     hello = _hello_maker(parts, run_id, schema.hash(), run.hash(), lambda: tuple(listening))
     links = net.LinkManager(
@@ -329,6 +340,12 @@ async def _assemble(
     )
     port = await links.start(parts.peer.host, parts.peer.port)
     listening += own_addresses(parts.peer, port)
+    certificates = await asyncio.to_thread(folder.certificates)
+    rounds = [
+        Round.of(epoch, root, payloads)
+        for epoch in (len(certificates), len(certificates) + 1)
+        for root, payloads in await asyncio.to_thread(folder.rounds, epoch)
+    ]
     setup = PeerSetup(
         run=run,
         peer=parts.peer,
@@ -336,9 +353,11 @@ async def _assemble(
         chunks=state.layout.chunks,
         addresses=tuple(listening),
         incarnation=incarnation,
-        holds_state=holds_state,
-        certificates=folder.certificates(),
+        held_epoch=held_epoch,
+        certificates=certificates,
         log=folder.log(),
+        rounds=tuple(rounds),
+        forgot=folder.forgot,
     )
     machine = PeerMachine(parts.identity, setup, random.Random(parts.nonce), parts.clock_ns())
     driver = Driver(

@@ -198,7 +198,7 @@ def _welcome(driver: Driver, discovery: DHTDiscovery, reporter: Reporter) -> Non
     """Say which run this is and how others join it."""
     setup = driver.machine.setup
     run_id = show_run_id(setup.genesis.run_id())
-    word = "founded" if setup.holds_state else "joining"
+    word = "joining" if setup.held_epoch < 0 else "founded" if setup.held_epoch == 0 else "resuming"
     reporter.notice(
         "info", f"{word} run {setup.run.name} ({run_id}), listening on {', '.join(setup.addresses)}"
     )

@@ -97,3 +97,85 @@ def test_a_failpoint_must_name_a_point_and_an_epoch() -> None:
     for wrong in ("reduce", "nowhere@1", "reduce@x"):
         with pytest.raises(ConfigError, match="POINT@EPOCH"):
             Failpoints(wrong)
+
+
+# --- rounds ---
+
+
+def test_a_round_comes_back_whole_and_a_damaged_file_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    payloads = (b"one", b"", bytes(1000))
+    folder.keep_round(5, bytes([5]) * 32, payloads)
+    assert folder.rounds(5) == [(bytes([5]) * 32, payloads)]
+    assert folder.rounds(4) == []
+    (file,) = (folder.path / "rounds").iterdir()
+    data = file.read_bytes()
+    for cut in range(len(data)):
+        file.write_bytes(data[:cut])
+        assert folder.rounds(5) == [], f"cut at {cut}"
+    file.write_bytes(data + b"x")
+    assert folder.rounds(5) == []
+
+
+def test_two_results_of_one_epoch_are_both_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for first in (1, 2):
+        folder.keep_round(7, bytes([first]) * 32, (bytes([first]),))
+    assert [payloads for _, payloads in folder.rounds(7)] == [(b"\x01",), (b"\x02",)]
+
+
+def test_rounds_go_when_a_checkpoint_holds_them_and_others_no_longer_ask_for_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", keep_rounds=8)
+
+    def kept() -> list[int]:
+        return [epoch for epoch in range(40) if folder.rounds(epoch)]
+
+    for epoch in range(1, 8):
+        folder.keep_round(epoch, bytes(32), (b"x",))
+    assert kept() == [1, 2, 3, 4, 5, 6, 7]
+    (folder.path / "checkpoints" / "epoch-00000006").mkdir(parents=True)
+    folder.keep_round(8, bytes(32), (b"x",))
+    assert kept() == [6, 7, 8]
+    for epoch in range(9, 20):
+        folder.keep_round(epoch, bytes(32), (b"x",))
+    assert kept() == list(range(12, 20)), "bounded, though no checkpoint came"
+
+
+def test_a_round_that_the_disk_has_no_room_for_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError("No space left on device")
+
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr("p2p_diloco.disk.os.fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        folder.keep_round(1, bytes(32), (b"x",))
+    assert list((folder.path / "rounds").iterdir()) == []
+
+
+# --- a lost vote log ---
+
+
+@pytest.mark.parametrize("loss", ["none", "removed", "damaged", "cut"])
+def test_a_life_knows_that_the_votes_of_an_earlier_one_are_lost(tmp_path: Path, loss: str) -> None:
+    cast = Cast(1)
+    folder = RunFolder(tmp_path / "run")
+    folder.open_run(cast.genesis)
+    assert not folder.forgot, "a first life has nothing to forget"
+    for _ in range(3):
+        folder.append("vote", b"a vote")
+    folder.close()
+    votes = tmp_path / "run" / "votes.log"
+    if loss == "removed":
+        votes.unlink()
+    elif loss == "damaged":
+        data = bytearray(votes.read_bytes())
+        data[len(data) // 2] ^= 1
+        votes.write_bytes(bytes(data))
+    elif loss == "cut":  # the last record was being written when the machine died: it was never said
+        votes.write_bytes(votes.read_bytes()[:-3])
+    again = RunFolder(tmp_path / "run")
+    again.open_run(cast.genesis)
+    assert again.forgot == (loss in ("removed", "damaged"))
+    again.close()

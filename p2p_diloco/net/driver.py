@@ -224,6 +224,8 @@ class Driver:
                 self._compute(job, op, arguments)
             case ev.Persist(record=record, kind=kind, data=data):
                 self._persist(record, kind, data)
+            case ev.KeepRound():
+                self._keep_round(effect)
             case ev.Dial(peer=peer, addresses=addresses):
                 self._spawn(self._dial(peer, addresses), f"dial {show(peer)}")
             case ev.Close(peer=peer, reason=reason):
@@ -261,13 +263,21 @@ class Driver:
         epoch = self.machine.chain.epoch + 1
 
         def answer(_: Any, error: str) -> None:
-            if kind == "vote":
-                self._failpoints.hit("vote_persisted", epoch)
+            if kind in ("vote", "convened", "promise"):
+                self._failpoints.hit(f"{kind}_persisted", epoch)
             if kind == "certificate":
                 self._failpoints.hit("certificate", epoch - 1)
             self.feed(ev.Persisted(record, error))
 
         self._workers.write(lambda: self._folder.append(kind, data), answer)
+
+    def _keep_round(self, effect: ev.KeepRound) -> None:
+        def answer(_: Any, error: str) -> None:
+            self._failpoints.hit("round_kept", effect.epoch)
+            self.feed(ev.Persisted(effect.record, error))
+
+        write = lambda: self._folder.keep_round(effect.epoch, effect.state_root, effect.payloads)  # noqa: E731
+        self._workers.write(write, answer)
 
     def _start_round(self, effect: ev.StartRound) -> None:
         slot = self.table.state.slot

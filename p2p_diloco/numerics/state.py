@@ -192,12 +192,19 @@ class FlatState:
 
     # --- the outer step into the copy ---
 
-    def begin_apply(self) -> None:
-        """Start (again) to fill the other slot from the current one."""
+    def begin_apply(self, keep: Sequence[int] = ()) -> tuple[int, ...]:
+        """Start (again) to fill the other slot from the current one. Chunks in ``keep`` that an unfinished
+        fill of the same kind has written stay; returns which those are."""
         with self._clearing:
+            target = self._slots[1 - self.slot]
+            again = self._filling == "apply"
+            kept = {chunk: target.leaves[chunk] for chunk in keep if again and target.leaves[chunk]}
             self._clear_target()
+            for chunk, leaf in kept.items():
+                target.leaves[chunk] = leaf
             self._filling = "apply"
             self._stats = ErrorStats()
+            return tuple(sorted(kept))
 
     def apply_chunk(self, chunk: int, payload: bytes) -> Applied:
         """Outer step of one chunk from the current slot into the other, hashed while in cache. May be

@@ -7,11 +7,11 @@ sees to it that `begin`, `roots`, `swap` and the installs do not overlap with wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from p2p_diloco.errors import InternalError, ProtocolViolation
-from p2p_diloco.numerics.digest import merkle_root
+from p2p_diloco.numerics.digest import leaf_hash, merkle_root
 from p2p_diloco.numerics.layout import Schema
 from p2p_diloco.numerics.state import FlatState, SnapshotGone
 
@@ -23,19 +23,23 @@ class WorkTable:
         self.state = state
         self.schema = schema
         self.delta_norm = 0.0
+        self._wanted: tuple[bytes, ...] = ()  # leaf hashes of the payloads of the round being replayed
         self._table: dict[str, Callable[..., Any]] = {
             "check_delta": self._check_delta,
-            "begin": self._begin,
+            "begin": state.begin_apply,
             "first": state.first,
             "hop": state.hop,
-            "finish": state.finish,
-            "single": state.single,
+            "finish": self._finish,
+            "single": self._single,
             "apply": self._apply,
             "roots": self._roots,
             "swap": self._swap,
             "install_begin": state.install_begin,
             "install_chunk": state.install_chunk,
             "install_finish": state.install_finish,
+            "replay_begin": self._replay_begin,
+            "replay_chunk": self._replay_chunk,
+            "replay_finish": self._replay_finish,
             "read_leaves": self._read_leaves,
             "read_chunk": self._read_chunk,
         }
@@ -58,8 +62,14 @@ class WorkTable:
         self.delta_norm = squares**0.5
         return "", merkle_root(leaves)
 
-    def _begin(self) -> None:
-        self.state.begin_apply()
+    def _finish(self, chunk: int, weight: int, total_weight: int, payload: bytes) -> tuple[bytes, bytes]:
+        """The mean's payload and its leaf hash."""
+        mean = self.state.finish(chunk, weight, total_weight, payload)
+        return mean, leaf_hash(chunk, mean)
+
+    def _single(self, chunk: int) -> tuple[bytes, bytes]:
+        mean = self.state.single(chunk)
+        return mean, leaf_hash(chunk, mean)
 
     def _apply(self, chunk: int, payload: bytes) -> tuple[bytes, bytes, bool]:
         applied = self.state.apply_chunk(chunk, payload)
@@ -70,6 +80,25 @@ class WorkTable:
         if self.state.next_root() != root:
             raise InternalError("the copy's root differs from the leaves that its chunks reported")
         return merkle_root(payloads), root
+
+    def _replay_begin(self, epoch: int, root: bytes, hashes: tuple[bytes, ...]) -> None:
+        """Get ready to take a finished round, named by the root over its payloads' hashes, into the copy."""
+        if len(hashes) != self.state.layout.chunks or merkle_root(hashes) != root:
+            raise ProtocolViolation(f"the leaves do not hash to the chunk root of epoch {epoch}")
+        self.state.begin_apply()
+        self._wanted = hashes
+
+    def _replay_chunk(self, chunk: int, payload: bytes) -> bool:
+        """Take the outer step of one chunk of that round; False if the payload is not the one."""
+        if not 0 <= chunk < len(self._wanted) or leaf_hash(chunk, payload) != self._wanted[chunk]:
+            return False
+        self.state.apply_chunk(chunk, payload)
+        return True
+
+    def _replay_finish(self, state_root: bytes) -> None:
+        """The copy must now be the state that the round was said to lead to."""
+        if self.state.next_root() != state_root:
+            raise ProtocolViolation("the round does not lead to the state that was voted for")
 
     def _swap(self, root: bytes, epoch: int) -> None:
         if self.state.next_root() != root:
@@ -89,3 +118,20 @@ class WorkTable:
             return self.state.read_chunk(root, chunk)
         except SnapshotGone as gone:
             raise ProtocolViolation(str(gone)) from None
+
+
+def replay(state: FlatState, epoch: int, state_root: bytes, payloads: Sequence[bytes]) -> bool:
+    """Take a finished round from the current state to that of ``epoch``; False, with nothing changed, if
+    the payloads do not lead to the state with this root."""
+    if len(payloads) != state.layout.chunks:
+        return False
+    state.begin_apply()
+    try:
+        for chunk, payload in enumerate(payloads):
+            state.apply_chunk(chunk, payload)
+    except ProtocolViolation:
+        return False
+    if state.next_root() != state_root:
+        return False
+    state.swap(epoch)
+    return True

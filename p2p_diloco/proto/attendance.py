@@ -6,7 +6,7 @@ from p2p_diloco.config import AgreementConfig, TimeoutConfig
 from p2p_diloco.identity import PeerId
 from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.membership import LINK_WAIT_NS, Membership
-from p2p_diloco.wire.messages import Signed
+from p2p_diloco.wire.messages import Ready, Signed
 
 _S = 1_000_000_000
 # Phases in which a peer on our head is on its way to READY.
@@ -27,9 +27,22 @@ class Attendance:
         self._chain, self._members = chain, members
         self._agreement, self._timeouts = agreement, timeouts
         self.readies: dict[PeerId, Signed] = {}
+        self._trials: dict[PeerId, tuple[int, int]] = {}  # (life, trial) of each READY
         self.abstained: dict[PeerId, Signed] = {}
         self._half_ready_ns = 0
         self._since_ns = now_ns
+
+    def add_ready(self, author: PeerId, signed: Signed, body: Ready) -> None:
+        """Take in a READY; of two by one peer the one of its later life, or later trial, counts."""
+        trial = (body.life, body.trial)
+        if author not in self.readies or trial > self._trials[author]:
+            self.readies[author], self._trials[author] = signed, trial
+
+    def slept(self, gap_ns: int) -> None:
+        """We were stopped for so long: nobody had to be READY meanwhile."""
+        self._since_ns += gap_ns
+        if self._half_ready_ns:
+            self._half_ready_ns += gap_ns
 
     def awaited(self, peer: PeerId, own_state: str) -> bool:
         """True if a ring should wait for this peer's READY."""
@@ -48,8 +61,13 @@ class Attendance:
         return [peer for peer in everyone if self.awaited(peer, own_state)]
 
     def ring_candidates(self) -> list[PeerId]:
-        """READY peers that can be reached, in the order that the ring takes them."""
-        return [peer for peer in sorted(self.readies) if self._members.usable(peer)]
+        """READY peers that can be reached, by us or by others, sorted. A READY of an earlier life counts no
+        more: the delta behind it died with that process."""
+        return [
+            peer
+            for peer in sorted(self.readies)
+            if self._members.reachable(peer) and self._trials[peer][0] >= self._members.life_of(peer)
+        ]
 
     def note_ready(self, own_state: str, now_ns: int) -> None:
         """Remember when half of those expected were READY: stragglers are timed from there."""

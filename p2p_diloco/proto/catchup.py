@@ -1,6 +1,8 @@
 """Pulling a certified state from several donors at once: leaves first, then hash-checked chunks. Pure.
 
-One `CatchUp` is one target root. Chunks are spread over the donors, a few at a time each; a donor that
+One `CatchUp` is one target root. Of kind ``state`` it pulls the state itself (8 bytes a value); of kind
+``round`` the payloads of the round that leads to it from the state that we hold (about 1 byte a value),
+named by their chunk root. Chunks are spread over the donors, a few at a time each; a donor that
 dies, refuses or is silent costs only the chunks it owed; one whose chunk does not match its leaf is not
 asked again. The worker table installs chunks into the copy and checks the whole digest at the end.
 """
@@ -25,9 +27,19 @@ class CatchUp:
     """States: leaves -> chunks -> finishing -> done, or failed. `failed` says why in one line."""
 
     def __init__(
-        self, root: bytes, epoch: int, chunks: int, donors: Iterable[PeerId], request_s: float, jobs: Jobs
+        self,
+        root: bytes,
+        epoch: int,
+        chunks: int,
+        donors: Iterable[PeerId],
+        request_s: float,
+        jobs: Jobs,
+        kind: str = "state",
+        state_root: bytes = b"",
     ) -> None:
         self.root, self.epoch = root, epoch
+        self.kind, self.state_root = kind, state_root or root
+        self.payloads: dict[int, bytes] = {}  # of kind round: what was pulled
         self.state = "leaves"
         self.failed = ""
         self._chunks, self._jobs = chunks, jobs
@@ -55,6 +67,15 @@ class CatchUp:
         if self._chunks == 0:
             return self._install_begin()
         return self._ask_leaves(now_ns)
+
+    def start_with(self, hashes: tuple[bytes, ...], payloads: tuple[bytes, ...]) -> list[Effect]:
+        """Take a round that is at hand."""
+        self._leaves = list(hashes)
+        self.payloads = dict(enumerate(payloads))
+        self._local = True
+        return self._install_begin()
+
+    _local = False
 
     def add_donors(self, donors: Iterable[PeerId], now_ns: int) -> list[Effect]:
         """More peers hold this state now."""
@@ -97,12 +118,15 @@ class CatchUp:
     def _install_begin(self) -> list[Effect]:
         self.state = "chunks"
         self._todo = list(range(self._chunks))[::-1]
+        op = "install_begin" if self.kind == "state" else "replay_begin"
         arguments = (self.epoch, self.root, tuple(self._leaves))
-        return [Compute(self._jobs.add("catchup", (self.root, "begin", -1)), "install_begin", arguments)]
+        return [Compute(self._jobs.add("catchup", (self.root, "begin", -1)), op, arguments)]
 
     def _ask_chunks(self, now_ns: int) -> list[Effect]:
         if self.state != "chunks" or self._jobs.has("catchup", (self.root, "begin", -1)):
             return []
+        if self._local:
+            return self._replay_local()
         if not self._donors and (self._todo or self._asked):
             return self._fail("no donor is left")
         effects: list[Effect] = []
@@ -116,6 +140,15 @@ class CatchUp:
                     effects.append(Send(donor, GetChunk(self.root, chunk)))
         return [*effects, *self._maybe_finish()]
 
+    def _replay_local(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._todo:
+            chunk = self._todo.pop()
+            self._installing[chunk] = PeerId(b"")
+            job = self._jobs.add("catchup", (self.root, "chunk", chunk))
+            effects.append(Compute(job, "replay_chunk", (chunk, self.payloads[chunk])))
+        return [*effects, *self._maybe_finish()]
+
     def on_frame(self, frame: FrameIn, now_ns: int) -> list[Effect]:
         """A state chunk; one that was not asked for is dropped (it may be late)."""
         asked = self._asked.get(frame.chunk)
@@ -125,13 +158,21 @@ class CatchUp:
         self._installing[frame.chunk] = frame.peer
         self.bytes_received += len(frame.payload)
         job = self._jobs.add("catchup", (self.root, "chunk", frame.chunk))
-        return [Compute(job, "install_chunk", (frame.chunk, frame.payload))]
+        if self.kind == "round":
+            self.payloads[frame.chunk] = frame.payload
+        op = "install_chunk" if self.kind == "state" else "replay_chunk"
+        return [Compute(job, op, (frame.chunk, frame.payload))]
 
     def on_computed(self, note: tuple[Any, ...], result: Any, error: str, now_ns: int) -> list[Effect]:
         if note[0] != self.root or self.state in ("done", "failed"):
             return []
         if note[1] == "chunk":
             donor = self._installing.pop(note[2])
+            if self._local:
+                if error or not result:
+                    return self._fail(error or "the round at hand is damaged")
+                self._have += 1
+                return self._maybe_finish()
             if error or not result:
                 self._todo.append(note[2])
                 return self._ban(donor, f"sent a chunk {note[2]} that does not match its leaf", now_ns)
@@ -150,7 +191,23 @@ class CatchUp:
         if self.state != "chunks" or self._have < self._chunks:
             return []
         self.state = "finishing"
-        return [Compute(self._jobs.add("catchup", (self.root, "finish", -1)), "install_finish")]
+        job = self._jobs.add("catchup", (self.root, "finish", -1))
+        if self.kind == "round":
+            return [Compute(job, "replay_finish", (self.state_root,))]
+        return [Compute(job, "install_finish")]
+
+    def round_payloads(self) -> tuple[bytes, ...]:
+        """The payloads of a finished pull of kind round, in chunk order."""
+        return tuple(self.payloads[chunk] for chunk in range(self._chunks))
+
+    def hashes(self) -> tuple[bytes, ...]:
+        """The leaves that were pulled."""
+        return tuple(self._leaves)
+
+    def slept(self, gap_ns: int) -> None:
+        """We were stopped for so long: no donor was slow meanwhile."""
+        self._leaf_deadline_ns += gap_ns
+        self._asked = {chunk: (who, due + gap_ns) for chunk, (who, due) in self._asked.items()}
 
     def on_gone(self, peer: PeerId, message: Gone, now_ns: int) -> list[Effect]:
         """A donor does not hold the state, or is busy: its chunk goes back, and it is not asked again

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from p2p_diloco.errors import ProtocolViolation
 from p2p_diloco.identity import PeerId, peer_id_of, show
+from p2p_diloco.proto.plans import Plan, Source, chunks_in
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire.messages import (
     ZERO,
@@ -63,14 +64,41 @@ def quorum_reached(
 
 
 @dataclass(frozen=True)
+class RunView:
+    """A checked run-mode VIEW: the ring that it starts, and what it takes over from earlier attempts."""
+
+    signed: Signed
+    plan: Plan
+    sources: tuple[Source, ...]
+
+    def plan_of(self, chunk: int) -> Plan:
+        """Whose deltas are summed in this chunk."""
+        for source in self.sources:
+            if chunk in source.chunks:
+                return source.plan
+        return self.plan
+
+
+@dataclass(frozen=True)
 class Link:
-    """One checked certificate with what follows from it. `contributors` is in ring order."""
+    """One checked certificate with what follows from it. `contributors`, in ring order, and their `weights`
+    are those of the attempt that was certified; chunks taken over from an earlier attempt have their own
+    (`plan_of`)."""
 
     certificate: Certificate
     digest: bytes
     contributors: tuple[PeerId, ...]
     weights: tuple[int, ...]
     voters: tuple[PeerId, ...]
+    view: RunView | None = None
+
+    @property
+    def members(self) -> tuple[tuple[PeerId, Ready], ...]:
+        return () if self.view is None else self.view.plan.members
+
+    def plan_of(self, chunk: int) -> tuple[tuple[PeerId, Ready], ...]:
+        """The members whose deltas are summed in this chunk, in ring order; empty for genesis."""
+        return () if self.view is None else self.view.plan_of(chunk).members
 
 
 class Chain:
@@ -131,29 +159,41 @@ class Chain:
             raise ProtocolViolation(f"certificate {certificate.epoch} does not follow epoch {self.epoch}")
         if len(certificate.view) != 1:
             raise ProtocolViolation(f"certificate {epoch} has no view")
-        readies = self.check_run_view(certificate.view[0])
-        contributors = tuple(peer for peer, _ in readies)
+        view = self.check_run_view(certificate.view[0])
+        contributors = view.plan.order
         self._check_votes(certificate)
         if epoch == 1:
             voters = contributors
         else:
             before = set(head.contributors)
             voters = tuple(peer for peer in contributors if peer in before)
-        weights = tuple(ready.weight for _, ready in readies)
-        return Link(certificate, certificate.digest(), contributors, weights, tuple(sorted(voters)))
+        voters = tuple(sorted(voters))
+        return Link(certificate, certificate.digest(), contributors, view.plan.weights, voters, view)
 
-    def check_run_view(self, signed: Signed) -> list[tuple[PeerId, Ready]]:
-        """The ring of a run-mode view of the next epoch: its members in order, with their READYs."""
+    def check_run_view(self, signed: Signed) -> RunView:
+        """The ring of a run-mode view of the next epoch, and what it reuses; raises ProtocolViolation."""
         _, view = self._statements.check(signed)
         if not isinstance(view, View) or view.mode != "run":
             raise ProtocolViolation("the view of a ring must be a run-mode VIEW")
         self.check_height(view)
-        readies = [self.check_ready(entry) for entry in view.readies]
+        sources: list[Source] = []
+        taken: set[int] = set()
+        for reuse in view.reuse:
+            chunks = chunks_in(reuse.chunks)
+            if reuse.attempt >= view.attempt or taken & set(chunks):
+                raise ProtocolViolation("a view reuses a chunk twice, or one of a later attempt")
+            taken.update(chunks)
+            sources.append(Source(self._check_plan(reuse.attempt, reuse.readies), chunks))
+        return RunView(signed, self._check_plan(view.attempt, view.readies), tuple(sources))
+
+    def _check_plan(self, attempt: int, readies: Sequence[Signed]) -> Plan:
+        bodies = [self.check_ready(entry)[1] for entry in readies]
+        plan = Plan.of(self.epoch + 1, attempt, readies, bodies)
         if not readies:
             raise ProtocolViolation("a view without members")
-        if len({peer for peer, _ in readies}) != len(readies):
+        if len(set(plan.order)) != len(plan.order):
             raise ProtocolViolation("a view names a member twice")
-        return readies
+        return plan
 
     def check_ready(self, signed: Signed) -> tuple[PeerId, Ready]:
         peer, ready = self._statements.check(signed)

@@ -21,6 +21,7 @@ TABLE: dict[tuple[str, str], str] = {
     ("training", "local_ready"): "ready",
     ("training", "local_bad"): "sitting_out",
     ("sitting_out", "retry"): "training",
+    ("promised", "retry"): "training",
     **{(s, "view_run"): "ring" for s in IN_PLAY},
     **{(s, "view_have"): "voting" for s in IN_PLAY},
     **{(s, "view_fetch"): "fetching" for s in IN_PLAY},
@@ -35,6 +36,15 @@ TABLE: dict[tuple[str, str], str] = {
     ("closing", "swapped"): "training",
 }
 
+TOO_LATE = {  # what it means that the deadline of a state passed
+    "ring": "the ring stalled",
+    "finishing": "the ring stalled",
+    "voting": "no quorum of votes in time",
+    "promised": "no view in time",
+    "fetching": "the adopted result did not come in time",
+    "ready": "no view in time",
+    "sitting_out": "no certificate in time",
+}
 PHASES = {"promised": "waiting", "fetching": "voting", "closing": "voting"}
 
 

@@ -170,12 +170,23 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write and fsync one record before anything that depends on it leaves. kind: vote, promise,
-    abstain, certificate."""
+    """Write and fsync one record before anything that depends on it leaves; records are written in the
+    order of their effects. kind: vote, promise, abstain, convened, certificate."""
 
     record: int
     kind: str
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRound:
+    """Write and fsync the payloads of a finished round, so that its state can be worked out again from the
+    one before it; answered by `Persisted`, in the order of `Persist`."""
+
+    record: int
+    epoch: int
+    state_root: bytes
+    payloads: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,5 +226,16 @@ class Finished:
 
 
 Effect = (
-    Send | SendFrame | Dial | Close | Compute | Persist | StartRound | StopEarly | Notice | Metric | Finished
+    Send
+    | SendFrame
+    | Dial
+    | Close
+    | Compute
+    | Persist
+    | KeepRound
+    | StartRound
+    | StopEarly
+    | Notice
+    | Metric
+    | Finished
 )

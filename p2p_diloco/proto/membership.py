@@ -1,8 +1,9 @@
 """Who is here: SWIM gossip with suspicion, incarnations and local-health awareness. Pure.
 
 Sources: SWIM (Das et al. 2002) for probes through helpers and suspicion; Lifeguard (arXiv:1707.00788)
-for the observer that doubts itself first: each own failure lengthens its time-outs. A record is signed
-by its peer; suspicion and death are rumours that the peer itself refutes with a higher incarnation.
+for the observer that doubts itself first: each own failure, and each pause of its own, lengthens its
+time-outs. A record is signed by its peer; suspicion and death are rumours that the peer itself refutes
+with a higher incarnation.
 
 Status of a member:
 
@@ -24,10 +25,20 @@ from p2p_diloco.config import GossipConfig
 from p2p_diloco.errors import ProtocolViolation
 from p2p_diloco.identity import PeerId, show
 from p2p_diloco.proto.dice import Dice
-from p2p_diloco.proto.events import Dial, Effect, Notice, Send
+from p2p_diloco.proto.events import Close, Dial, Effect, Notice, Send
+from p2p_diloco.proto.order import Edge
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire.addresses import is_dialable
-from p2p_diloco.wire.messages import Ack, Gossip, MemberRecord, Probe, Progress, Rumour, Signed
+from p2p_diloco.wire.messages import (
+    MAX_UNREACHABLE,
+    Ack,
+    Gossip,
+    MemberRecord,
+    Probe,
+    Progress,
+    Rumour,
+    Signed,
+)
 
 _S = 1_000_000_000
 _MAX_KNOWN = 1024  # members remembered; a flood of invented ones stops here
@@ -35,6 +46,8 @@ _FORGET_NS = 600 * _S  # dead and departed members are forgotten after ten minut
 _DIAL_FIRST_NS, _DIAL_CAP_NS = _S // 2, 30 * _S  # back-off between dials (guess)
 LINK_WAIT_NS = 3 * _S  # how long others wait for a first link to come up (guess)
 _HEALTH_CAP = 8  # Lifeguard's local health multiplier ends at 8
+_EDGE_BAD_NS = 60 * _S  # how long a lane that failed keeps two peers apart in rings (guess)
+_LIVES = 1000  # incarnations of one life: room for its refutations
 _NEWS_BYTES = 24 << 10  # records in one gossip message; leaves room within a control frame
 
 
@@ -51,7 +64,11 @@ class Member:
     since_ns: int = 0
     deadline_ns: int = 0
     linked: bool = False
+    life: int = 0
     progress: Progress | None = None
+    unreachable: tuple[PeerId, ...] = ()  # to whom it has no working link
+    edge_bad_until_ns: int = 0  # our own link to it failed under data
+    banned: bool = False  # it contradicted itself, provably
     dial_next_ns: int = 0
     dial_wait_ns: int = _DIAL_FIRST_NS
     tells: dict[str, int] = field(default_factory=dict)  # news kind -> transmissions left
@@ -84,6 +101,7 @@ class Membership:
         self.me = statements.me
         self.members: dict[PeerId, Member] = {}
         self.incarnation = incarnation
+        self.life = incarnation // _LIVES
         self._sequence = 0
         self._addresses = addresses
         self._left = False
@@ -110,7 +128,45 @@ class Membership:
         if peer == self.me:
             return not self._left
         member = self.members.get(peer)
-        return member is not None and member.linked and member.status == "alive"
+        return member is not None and member.linked and member.status == "alive" and not member.banned
+
+    def reachable(self, peer: PeerId) -> bool:
+        """True if a ring may hold this peer: it is usable, or others say that it is there for them."""
+        if self.usable(peer):
+            return True
+        member = self.members.get(peer)
+        if member is None or member.status != "alive" or member.banned or member.record is None:
+            return False
+        return any(peer not in self.members[other].unreachable for other in self.usable_peers())
+
+    def unreachable(self, now_ns: int) -> tuple[PeerId, ...]:
+        """Peers that are said to live, but to which we have no link that works."""
+        found = [
+            peer
+            for peer in sorted(self.members)
+            if self.members[peer].status == "alive"
+            and not self.hopeful(peer, now_ns)
+            and (not self.members[peer].linked or now_ns < self.members[peer].edge_bad_until_ns)
+        ]
+        return tuple(found[:MAX_UNREACHABLE])
+
+    def bad_edges(self, now_ns: int) -> frozenset[Edge]:
+        """Pairs of peers of which at least one says that their link does not work."""
+        edges = [frozenset((self.me, peer)) for peer in self.unreachable(now_ns)]
+        for peer, member in self.members.items():
+            edges += [frozenset((peer, other)) for other in member.unreachable if other != peer]
+        return frozenset(edges)
+
+    def edge_failed(self, peer: PeerId, now_ns: int) -> None:
+        """Data to this peer did not get through: keep it out of our neighbourhood for a while."""
+        member = self.members.get(peer)
+        if member is not None:
+            member.edge_bad_until_ns = now_ns + _EDGE_BAD_NS
+
+    def life_of(self, peer: PeerId) -> int:
+        """How often this peer has started, as far as we know."""
+        member = self.members.get(peer)
+        return self.life if peer == self.me else 0 if member is None else member.life
 
     def hopeful(self, peer: PeerId, now_ns: int) -> bool:
         """True if a link to this peer is on its way: it was heard of just now and nobody doubts it."""
@@ -127,9 +183,11 @@ class Membership:
         return [peer for peer in sorted(self.members) if self.members[peer].linked]
 
     def next_wake_ns(self) -> int:
-        times = [self._gossip_next_ns, self._probe_next_ns]
-        if self._pending is not None:
-            pending = self._pending
+        times = [self._gossip_next_ns]
+        pending = self._pending
+        if pending is None:
+            times.append(self._probe_next_ns)
+        else:  # the next probe waits for this one
             times.append(pending.fail_ns if pending.asked_helpers else pending.indirect_ns)
         for member in self.members.values():
             if member.status == "suspect":
@@ -144,6 +202,8 @@ class Membership:
         member = self._member(peer, now_ns)
         if member is None:
             return []
+        if member.banned:
+            return [Close(peer, "this key contradicted itself and is banned")]
         member.linked = True
         member.dial_wait_ns, member.dial_next_ns = _DIAL_FIRST_NS, now_ns
         if member.record is None:
@@ -151,14 +211,14 @@ class Membership:
         effects: list[Effect] = []
         if member.status in ("suspect", "dead"):
             effects += self._set_status(member, "alive", now_ns)
-        return [*effects, *self._send_full(peer)]
+        return [*effects, *self._send_full(peer, now_ns)]
 
     def link_down(self, peer: PeerId, reason: str, now_ns: int) -> list[Effect]:
         member = self.members.get(peer)
         if member is None:
             return []
         member.linked = False
-        member.progress = None
+        member.progress, member.unreachable = None, ()
         member.dial_next_ns = now_ns + member.dial_wait_ns
         if member.status == "alive":
             return self._suspect(member, member.incarnation, now_ns, f"link lost: {reason}")
@@ -168,8 +228,32 @@ class Membership:
         member = self.members.get(peer)
         if member is not None:
             member.dial_wait_ns = min(member.dial_wait_ns * 2, _DIAL_CAP_NS)
-            member.dial_next_ns = now_ns + member.dial_wait_ns
+            # Spread out: after a partition the first of all pairs that dial brings the news to everybody.
+            member.dial_next_ns = now_ns + member.dial_wait_ns // 2
+            member.dial_next_ns += self._random.randrange(member.dial_wait_ns // 2)
         return []
+
+    def ban(self, peer: PeerId, now_ns: int) -> list[Effect]:
+        """Have nothing more to do with this key."""
+        member = self._member(peer, now_ns)
+        if member is None or member.banned:
+            return []
+        member.banned = True
+        return [Close(peer, "this key contradicted itself and is banned")] if member.linked else []
+
+    def banned(self) -> list[PeerId]:
+        return [peer for peer in sorted(self.members) if self.members[peer].banned]
+
+    def slept(self, gap_ns: int) -> None:
+        """This process was stopped for so long: nothing that did not happen meanwhile is others' fault."""
+        self._health = min(_HEALTH_CAP, self._health + 2)
+        if self._pending is not None:
+            self._pending.indirect_ns += gap_ns
+            self._pending.fail_ns += gap_ns
+        for member in self.members.values():
+            member.deadline_ns += gap_ns
+            member.since_ns += gap_ns
+        self._relayed = {n: (who, nonce, due + gap_ns) for n, (who, nonce, due) in self._relayed.items()}
 
     def learn(self, peer: PeerId, addresses: Iterable[str], now_ns: int) -> list[Effect]:
         """A hint from discovery: where a peer may be. It changes nothing that the peer itself said."""
@@ -192,12 +276,16 @@ class Membership:
         self._renew()
         return [Send(peer, Gossip(self.progress, (self._own,), ())) for peer in self.linked_peers()]
 
+    def _news(self, records: Iterable[Signed], rumours: Iterable[Rumour], now_ns: int) -> Gossip:
+        return Gossip(self.progress, tuple(records), tuple(rumours), self.unreachable(now_ns))
+
     def on_gossip(self, peer: PeerId, message: Gossip, now_ns: int) -> list[Effect]:
         """Take in news; raises ProtocolViolation if a record is wrongly signed."""
         effects: list[Effect] = []
         member = self.members.get(peer)
         if member is not None:
             member.progress = message.progress
+            member.unreachable = tuple(PeerId(other) for other in message.unreachable)
         for signed in message.records:
             effects += self._on_record(signed, now_ns)
         for rumour in message.rumours:
@@ -238,20 +326,21 @@ class Membership:
         effects += self._probe_step(now_ns)
         if now_ns >= self._gossip_next_ns:
             self._gossip_next_ns = now_ns + round(self._config.interval_s * _S)
-            effects += self._gossip()
+            effects += self._gossip(now_ns)
         if now_ns >= self._full_next_ns:
             self._full_next_ns = now_ns + round(self._config.full_exchange_s * _S)
             linked = self.linked_peers()
             if linked:
-                effects += self._send_full(self._random.choice(linked))
+                effects += self._send_full(self._random.choice(linked), now_ns)
         return effects
 
-    def set_progress(self, progress: Progress) -> list[Effect]:
+    def set_progress(self, progress: Progress, now_ns: int) -> list[Effect]:
         """Our own progress; a new epoch or phase is told to every linked peer at once, as they pace by it."""
         before, self.progress = self.progress, progress
         if (before.epoch, before.phase) == (progress.epoch, progress.phase):
             return []
-        return [Send(peer, Gossip(progress, (), ())) for peer in self.linked_peers()]
+        message = self._news((), (), now_ns)
+        return [Send(peer, message) for peer in self.linked_peers()]
 
     # --- parts ---
 
@@ -281,6 +370,7 @@ class Membership:
         member.record = signed
         member.incarnation, member.sequence = body.incarnation, body.sequence
         member.addresses = body.addresses
+        member.life = max(member.life, body.life)
         member.tells["record"] = self._transmissions()
         if body.left:
             return self._set_status(member, "left", now_ns)
@@ -313,6 +403,8 @@ class Membership:
     def _set_status(self, member: Member, status: str, now_ns: int, why: str = "") -> list[Effect]:
         if member.status == status:
             return []
+        if status == "alive" and not member.linked:  # somebody reaches it again: do not sit out the back-off
+            member.dial_wait_ns, member.dial_next_ns = _DIAL_FIRST_NS, now_ns
         member.status, member.since_ns = status, now_ns
         member.tells["rumour"] = self._transmissions()
         level = "info" if status in ("alive", "left") else "warning"
@@ -369,6 +461,8 @@ class Membership:
         return []
 
     def _wants_dial(self, member: Member) -> bool:
+        if member.banned:
+            return False
         return not member.linked and member.status in ("alive", "suspect", "dead") and bool(member.addresses)
 
     def _dial_due(self, now_ns: int) -> list[Effect]:
@@ -383,7 +477,7 @@ class Membership:
                 effects.append(Dial(peer, member.addresses))
         return effects
 
-    def _gossip(self) -> list[Effect]:
+    def _gossip(self, now_ns: int) -> list[Effect]:
         linked = self.linked_peers()
         if not linked:
             return []
@@ -401,10 +495,10 @@ class Membership:
             if member.tells.get("rumour", 0) > 0 and member.status != "left" and len(rumours) < 64:
                 member.tells["rumour"] -= len(chosen)
                 rumours.append(Rumour(peer, member.incarnation, member.status))
-        message = Gossip(self.progress, tuple(records), tuple(rumours))
+        message = self._news(records, rumours, now_ns)
         return [Send(peer, message) for peer in chosen]
 
-    def _send_full(self, peer: PeerId) -> list[Effect]:
+    def _send_full(self, peer: PeerId, now_ns: int) -> list[Effect]:
         """All records, in as many messages as their size needs."""
         records = [self._own]
         records += [
@@ -418,11 +512,11 @@ class Membership:
         size = 0
         for record in records:
             if batch and size + len(record.body) + 160 > _NEWS_BYTES:
-                effects.append(Send(peer, Gossip(self.progress, tuple(batch), ())))
+                effects.append(Send(peer, self._news(batch, (), now_ns)))
                 batch, size = [], 0
             batch.append(record)
             size += len(record.body) + 160
-        effects.append(Send(peer, Gossip(self.progress, tuple(batch), tuple(rumours))))
+        effects.append(Send(peer, self._news(batch, rumours, now_ns)))
         return effects
 
     def _renew(self) -> None:
@@ -431,7 +525,7 @@ class Membership:
         self._tell_self()
 
     def _sign_own(self) -> Signed:
-        record = MemberRecord(self.incarnation, self._sequence, int(self._left), self._addresses)
+        record = MemberRecord(self.incarnation, self._sequence, int(self._left), self._addresses, self.life)
         return self._statements.make(record)
 
     def _tell_self(self) -> None:

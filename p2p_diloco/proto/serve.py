@@ -1,4 +1,7 @@
-"""Answering joiners: genesis, chain, leaves and chunks. Pure; reads go through workers."""
+"""Answering joiners: genesis, chain, leaves and chunks. Pure; reads go through workers.
+
+A root names a state (read by workers) or a finished round (its payloads are at hand).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from p2p_diloco.identity import PeerId
 from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.events import Compute, Effect, Send, SendFrame
 from p2p_diloco.proto.jobs import Jobs
+from p2p_diloco.proto.rounds import Rounds
 from p2p_diloco.wire.messages import (
     Chain as ChainMessage,
 )
@@ -28,8 +32,8 @@ _PER_JOINER = 8  # reads under way for one joiner
 class Server:
     """One per peer. A joiner that asks for more than a few things at once is told `busy`."""
 
-    def __init__(self, chain: Chain, jobs: Jobs) -> None:
-        self._chain, self._jobs = chain, jobs
+    def __init__(self, chain: Chain, rounds: Rounds, jobs: Jobs) -> None:
+        self._chain, self._rounds, self._jobs = chain, rounds, jobs
         self._open: dict[PeerId, int] = {}
         self.bytes_served = 0
 
@@ -45,9 +49,18 @@ class Server:
         return [Send(peer, ChainMessage(self._chain.epoch, tuple(chosen)))]
 
     def on_get_leaves(self, peer: PeerId, message: GetLeaves) -> list[Effect]:
+        held = self._rounds.get(message.root)
+        if held is not None:
+            page = held.hashes[message.start : message.start + _LEAVES_PER_PAGE]
+            return [Send(peer, Leaves(message.root, message.start, len(held.hashes), b"".join(page)))]
         return self._read(peer, message.root, message.start, "leaves", "read_leaves", (message.root,))
 
     def on_get_chunk(self, peer: PeerId, message: GetChunk) -> list[Effect]:
+        held = self._rounds.get(message.root)
+        if held is not None and message.chunk < len(held.payloads):
+            payload = held.payloads[message.chunk]
+            self.bytes_served += len(payload)
+            return [SendFrame(peer, "state", message.root, message.chunk, 0, 0, payload)]
         arguments = (message.root, message.chunk)
         return self._read(peer, message.root, message.chunk, "chunk", "read_chunk", arguments)
 

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from typing import Protocol
 
 from p2p_diloco.errors import ProtocolViolation
-from p2p_diloco.identity import PeerId, peer_id_of, verify
-from p2p_diloco.wire.messages import Body, Signed, decode_body, kind_of, pack_object
+from p2p_diloco.identity import PeerId, peer_id_of
+from p2p_diloco.wire.messages import Body, Receipt, Signed, decode_body, kind_of, pack_object
 
 _REMEMBERED = 4096
+RECEIPT_BYTES = 64  # a receipt's signature, in front of a finished chunk's payload
 
 
 class Signer(Protocol):
@@ -20,6 +21,7 @@ class Signer(Protocol):
     @property
     def peer_id(self) -> PeerId: ...
     def sign(self, domain: str, message: bytes) -> bytes: ...
+    def verify(self, public_key: bytes, domain: str, message: bytes, signature: bytes) -> bool: ...
 
 
 class Statements:
@@ -52,10 +54,19 @@ class Statements:
             self._good.move_to_end(name)
             return known
         body = decode_body(signed.kind, signed.body)
-        if not verify(signed.public_key, signed.kind, self._run_id + signed.body, signed.signature):
+        message = self._run_id + signed.body
+        if not self._signer.verify(signed.public_key, signed.kind, message, signed.signature):
             raise ProtocolViolation(f"wrong signature under a {signed.kind} statement")
         found = (peer_id_of(signed.public_key), body)
         self._good[name] = found
         if len(self._good) > _REMEMBERED:
             self._good.popitem(last=False)
         return found
+
+    def sign_receipt(self, receipt: Receipt) -> bytes:
+        """Our signature (64 bytes) under a chunk that we own and finished."""
+        return self.make(receipt).signature
+
+    def is_receipt(self, receipt: Receipt, owner_key: bytes, signature: bytes) -> bool:
+        """True if the owner signed exactly this receipt."""
+        return self._signer.verify(owner_key, "receipt", self._run_id + pack_object(receipt), signature)

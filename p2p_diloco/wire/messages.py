@@ -37,6 +37,9 @@ CONTROL_BYTES: Final = 64 << 10  # DESIGN 6
 LARGE_BYTES: Final = 1 << 20  # DESIGN 6
 MAX_MEMBERS: Final = 256
 MAX_ATTEMPT: Final = 1 << 20
+MAX_REUSE: Final = 4  # earlier attempts whose chunks a view may reuse
+MAX_BITMAP: Final = 8 << 10  # 65,536 chunks: 69 billion values in chunks of 2^20
+MAX_UNREACHABLE: Final = 32
 ZERO: Final = bytes(32)
 REFUSALS: Final = (
     "protocol", "run", "schema", "config", "full", "key", "self", "lane", "bootstrap", "duplicate",
@@ -109,29 +112,45 @@ _SIGNED = object_spec(Signed)
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """A peer about itself. A higher (incarnation, sequence) replaces a lower one."""
+    """A peer about itself. A higher (incarnation, sequence) replaces a lower one. `life` counts its starts:
+    what it held in memory in an earlier life, its delta above all, is gone."""
 
     incarnation: int = integer()
     sequence: int = integer()
     left: int = integer(0, 1)
     addresses: tuple[str, ...] = many(_ADDRESS, 8)
+    life: int = integer(default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """My delta for this epoch is final. `weight` is the tokens it was trained on."""
+    """My delta for this epoch is final. `weight` is the tokens it was trained on. A higher (life, trial)
+    replaces a lower one: the older delta is gone."""
 
     epoch: int = integer(1)
     previous: bytes = blob(32)
     state_root: bytes = blob(32)
     weight: int = integer(1)
     commitment: bytes = blob(32)
+    life: int = integer(default=0)
+    trial: int = integer(default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Chunks that an earlier attempt of the epoch finished, with that attempt's own contributors: its ring
+    in order as signed READYs, and a bit map of the chunks (bit 0 of byte 0 is chunk 0)."""
+
+    attempt: int = integer(0, MAX_ATTEMPT)
+    readies: tuple[Signed, ...] = many(_SIGNED, MAX_MEMBERS)
+    chunks: bytes = blob(1, MAX_BITMAP)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Attempt's plan by its convener. run: the ring, in order, as signed READYs. adopt: the run view to
-    finish (`adopted`). `promises` show that it was forced or free, `abstentions` who is not counted."""
+    """Attempt's plan by its convener. run: the ring, in order, as signed READYs, and what it reuses. adopt:
+    the run view to finish (`adopted`). `promises` show that it was forced or free, and who holds finished
+    chunks; `abstentions` who is not counted."""
 
     epoch: int = integer(1)
     previous: bytes = blob(32)
@@ -141,6 +160,7 @@ class View:
     promises: tuple[Signed, ...] = many(_SIGNED, MAX_MEMBERS)
     adopted: tuple[Signed, ...] = many(_SIGNED, 1)
     abstentions: tuple[Signed, ...] = many(_SIGNED, MAX_MEMBERS)
+    reuse: tuple[Reuse, ...] = many(object_spec(Reuse), MAX_REUSE, default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +176,25 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """Chunks of one attempt's plan (by its name) that the author holds complete, with their receipts."""
+
+    plan: bytes = blob(32)
+    chunks: bytes = blob(1, MAX_BITMAP)
+
+
+@dataclass(frozen=True, slots=True)
 class Promise:
     """I take part in no lower attempt. `vote`/`view`: my highest vote so far and the view it was on;
-    `finished`: chunks that I hold complete, for reuse (index and payload hash)."""
+    `finished`: what I hold complete, for reuse; `unreachable`: peers to which I have no working link."""
 
     epoch: int = integer(1)
     previous: bytes = blob(32)
     attempt: int = integer(1, MAX_ATTEMPT)
     vote: tuple[Signed, ...] = many(_SIGNED, 1)
     view: tuple[Signed, ...] = many(_SIGNED, 1)
-    finished: bytes = blob(0, 64 << 10, default=b"")
+    finished: tuple[Holding, ...] = many(object_spec(Holding), MAX_REUSE, default=())
+    unreachable: tuple[bytes, ...] = many(_PEER, MAX_UNREACHABLE, default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +209,11 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The owner finished this chunk; `contributors` is a bit map over the view's ring order."""
+    """The owner finished this chunk of a plan; `contributors` is a bit map over the plan's order. It is
+    rebuilt by whoever gets the chunk: only the signature travels, in front of the payload."""
 
     epoch: int = integer(1)
-    view_hash: bytes = blob(32)
+    plan: bytes = blob(32)
     chunk: int = integer(0, _U32)
     payload_hash: bytes = blob(32)
     contributors: bytes = blob(0, MAX_MEMBERS // 8)
@@ -195,6 +225,15 @@ class VoteRecord:
 
     vote: Signed = nested(Signed)
     view: Signed = nested(Signed)
+
+
+@dataclass(frozen=True, slots=True)
+class Convened:
+    """A line of the vote log: we sent a VIEW of this attempt, and never send another."""
+
+    epoch: int = integer(1)
+    previous: bytes = blob(32)
+    attempt: int = integer(0, MAX_ATTEMPT)
 
 
 # --- link messages ------------------------------------------------------------------------------------
@@ -226,11 +265,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """Periodic state of the sender, and news about members."""
+    """Periodic state of the sender, news about members, and the peers to which it has no working link."""
 
     progress: Progress = nested(Progress)
     records: tuple[Signed, ...] = many(_SIGNED, MAX_MEMBERS)
     rumours: tuple[Rumour, ...] = many(object_spec(Rumour), MAX_MEMBERS)
+    unreachable: tuple[bytes, ...] = many(_PEER, MAX_UNREACHABLE, default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +292,14 @@ class Statement:
     """A signed statement of the epoch agreement, passed on once by everyone who had not seen it."""
 
     signed: Signed = nested(Signed)
+
+
+@dataclass(frozen=True, slots=True)
+class Equivocation:
+    """Two statements by one key that contradict each other: proof for anyone (`proto.conflicts`)."""
+
+    first: Signed = nested(Signed)
+    second: Signed = nested(Signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,16 +410,16 @@ class Gone:
 
 
 Message = (
-    Hello | Refuse | Ping | Pong | Gossip | Probe | Ack | Statement | Verdict
+    Hello | Refuse | Ping | Pong | Gossip | Probe | Ack | Statement | Verdict | Equivocation
     | GetGenesis | GenesisReply | GetChain | Chain | GetLeaves | Leaves | GetChunk | Gone
 )  # fmt: skip
 Body = MemberRecord | Ready | View | Vote | Promise | Abstain | Receipt
 
 _MESSAGES: Final[dict[str, type]] = {
     "hello": Hello, "refuse": Refuse, "ping": Ping, "pong": Pong, "gossip": Gossip, "probe": Probe,
-    "ack": Ack, "statement": Statement, "verdict": Verdict, "get_genesis": GetGenesis,
-    "genesis": GenesisReply, "get_chain": GetChain, "chain": Chain, "get_leaves": GetLeaves,
-    "leaves": Leaves, "get_chunk": GetChunk, "gone": Gone,
+    "ack": Ack, "statement": Statement, "verdict": Verdict, "equivocation": Equivocation,
+    "get_genesis": GetGenesis, "genesis": GenesisReply, "get_chain": GetChain, "chain": Chain,
+    "get_leaves": GetLeaves, "leaves": Leaves, "get_chunk": GetChunk, "gone": Gone,
 }  # fmt: skip
 _BODIES: Final[dict[str, type]] = {
     "member": MemberRecord, "ready": Ready, "view": View, "vote": Vote, "promise": Promise,
@@ -379,7 +427,7 @@ _BODIES: Final[dict[str, type]] = {
 }  # fmt: skip
 _KIND_OF: Final = {cls: kind for kind, cls in (_MESSAGES | _BODIES).items()}
 # Kinds that may exceed CONTROL_BYTES: they carry many signatures or hashes.
-LARGE_KINDS: Final = frozenset({"statement", "verdict", "genesis", "chain", "leaves"})
+LARGE_KINDS: Final = frozenset({"statement", "verdict", "equivocation", "genesis", "chain", "leaves"})
 
 B = TypeVar("B")
 

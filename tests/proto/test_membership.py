@@ -10,8 +10,8 @@ from support.statements import identities
 
 from p2p_diloco.config import GossipConfig
 from p2p_diloco.errors import ProtocolViolation
-from p2p_diloco.proto.events import Dial, Send
-from p2p_diloco.proto.membership import Membership
+from p2p_diloco.proto.events import Close, Dial, Send
+from p2p_diloco.proto.membership import LINK_WAIT_NS, Membership
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire import messages as msg
 
@@ -36,7 +36,7 @@ def link(one: Membership, two: Membership, now_ns: int = 0) -> None:
         for message in sent(here.link_up(there.me, (), now_ns), msg.Gossip):
             there.on_gossip(here.me, message, now_ns)
     for here, there in ((one, two), (two, one)):
-        for message in sent(here._send_full(there.me), msg.Gossip):
+        for message in sent(here._send_full(there.me, now_ns), msg.Gossip):
             there.on_gossip(here.me, message, now_ns)
 
 
@@ -177,3 +177,126 @@ def test_the_dead_are_forgotten_after_a_while() -> None:
     a.tick(30 * S)
     a.tick(2000 * S)
     assert b.me not in a.members
+
+
+def trio() -> tuple[Membership, Membership, Membership]:
+    """b knows a and c; a and c know of each other through b and have no link."""
+    a, b, c = member(0), member(1), member(2)
+    link(a, b)
+    link(b, c)
+    [news] = sent(b._send_full(a.me, 0), msg.Gossip)
+    a.on_gossip(b.me, news, 0)
+    return a, b, c
+
+
+def test_a_peer_heard_of_just_now_is_hoped_for_and_then_called_unreachable() -> None:
+    a, b, c = trio()
+    assert a.hopeful(c.me, S)
+    assert a.unreachable(S) == ()
+    late = LINK_WAIT_NS
+    assert not a.hopeful(c.me, late)
+    assert a.unreachable(late) == (c.me,)
+    assert a.bad_edges(late) == {frozenset((a.me, c.me))}
+    a.link_up(c.me, (), late)
+    assert a.unreachable(late) == ()
+    assert not a.hopeful(b.me, 0), "it has its link"
+
+
+def test_a_peer_without_a_link_may_be_in_a_ring_as_long_as_somebody_usable_has_one() -> None:
+    a, b, c = trio()
+    assert not a.usable(c.me)
+    assert a.reachable(c.me)
+    lonely = msg.Gossip(b.progress, (), (), (c.me,))
+    a.on_gossip(b.me, lonely, S)
+    assert not a.reachable(c.me)
+    assert a.bad_edges(S) == {frozenset((b.me, c.me))}
+    a.on_gossip(b.me, gossip(b), 2 * S)
+    assert a.reachable(c.me), "the newest word counts"
+    a.link_down(b.me, "reset", 3 * S)
+    assert not a.reachable(c.me), "nobody is left who could know"
+
+
+def test_an_unreachable_peer_is_told_to_the_others_with_every_gossip() -> None:
+    a, b, c = trio()
+    [news] = sent(a.tick(LINK_WAIT_NS), msg.Gossip)
+    assert news.unreachable == (c.me,)
+    b.on_gossip(a.me, news, LINK_WAIT_NS)
+    assert b.bad_edges(LINK_WAIT_NS) == {frozenset((a.me, c.me))}
+    b.link_down(a.me, "reset", LINK_WAIT_NS)
+    assert b.bad_edges(LINK_WAIT_NS + S) == frozenset(), "what a lost link said does not last"
+
+
+def test_a_lane_that_failed_keeps_two_linked_peers_apart_for_a_minute() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    a.edge_failed(b.me, S)
+    assert a.usable(b.me)
+    assert a.bad_edges(60 * S) == {frozenset((a.me, b.me))}
+    assert a.bad_edges(61 * S) == frozenset()
+    a.edge_failed(bytes(32), S)  # a stranger: nothing happens
+    assert a.unreachable(61 * S) == ()
+
+
+def test_the_list_of_unreachable_peers_fits_its_message() -> None:
+    a = member(0)
+    for index in range(msg.MAX_UNREACHABLE + 8):
+        a.learn(index.to_bytes(32, "big"), ("10.0.0.1:1",), 0)
+    assert len(a.unreachable(LINK_WAIT_NS)) == msg.MAX_UNREACHABLE
+
+
+def test_a_banned_key_is_cut_off_and_neither_used_nor_dialled_again() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    assert [e.peer for e in a.ban(b.me, S) if isinstance(e, Close)] == [b.me]
+    assert a.ban(b.me, S) == [], "once"
+    assert a.banned() == [b.me]
+    assert not a.usable(b.me)
+    assert not a.reachable(b.me)
+    a.link_down(b.me, "closed", S)
+    assert not [e for e in a.tick(100 * S) if isinstance(e, Dial)]
+    assert [e.peer for e in a.link_up(b.me, (), 101 * S) if isinstance(e, Close)] == [b.me]
+    assert not a.usable(b.me)
+
+
+def test_a_key_is_banned_before_its_first_link() -> None:
+    a, b = member(0), member(1)
+    assert a.ban(b.me, 0) == []
+    assert [e.peer for e in a.link_up(b.me, (), S) if isinstance(e, Close)] == [b.me]
+
+
+def test_a_later_life_is_known_from_the_record_and_an_earlier_one_does_not_come_back() -> None:
+    a, b = member(0), member(1, incarnation=3000)
+    assert a.life_of(b.me) == 0
+    link(a, b)
+    assert a.life_of(b.me) == 3
+    assert b.life_of(b.me) == 3
+    b.on_gossip(a.me, gossip(a, rumours=(msg.Rumour(b.me, 3000, "dead"),)), S)
+    assert (b.incarnation, b.life) == (3001, 3), "a refutation is no new life"
+    old = member(1, incarnation=2000)
+    a.on_gossip(b.me, gossip(b, records=(old._own,)), S)
+    assert a.life_of(b.me) == 3
+
+
+def test_an_observer_that_was_stopped_blames_itself_and_gives_suspects_the_time_again() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    a.link_down(b.me, "reset", 0)
+    deadline = a.members[b.me].deadline_ns
+    a.slept(100 * S)
+    a.tick(deadline + 50 * S)
+    assert a.members[b.me].status == "suspect"
+    a.tick(deadline + 100 * S)
+    assert a.members[b.me].status == "dead"
+    assert a._health > 0
+
+
+def test_a_probe_that_was_under_way_while_we_slept_does_not_fail() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    asked = [e for e in a.tick(10 * S) if isinstance(e, Send) and isinstance(e.message, msg.Probe)]
+    assert [e.peer for e in asked] == [b.me]
+    a.slept(100 * S)
+    a.tick(110 * S)
+    assert a.members[b.me].status == "alive"
+    a.on_ack(b.me, msg.Ack(asked[0].message.nonce, b.me), 110 * S)
+    assert a._pending is None

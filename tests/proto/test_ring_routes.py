@@ -10,22 +10,44 @@ import pytest
 from p2p_diloco.errors import ProtocolViolation
 from p2p_diloco.proto.events import Compute, FrameIn, SendFrame
 from p2p_diloco.proto.jobs import Jobs
-from p2p_diloco.proto.ring import Ring, RingPlan
+from p2p_diloco.proto.plans import Plan, Trip
+from p2p_diloco.proto.ring import Finished, Ring, RingPlan
+from p2p_diloco.proto.statements import RECEIPT_BYTES, Statements
+from p2p_diloco.sim.signer import ToyIdentity
+from p2p_diloco.wire.messages import Ready
 
 TAG = bytes(32)
+RUN = bytes(32)
 
 
-def peers(count: int) -> list[bytes]:
-    return [bytes([i]) * 32 for i in range(count)]
+def people(count: int) -> list[Statements]:
+    """In the order of their ids."""
+    made = [Statements(ToyIdentity(bytes([i])), RUN) for i in range(count)]
+    return sorted(made, key=lambda statements: statements.me)
+
+
+def plan_of(members: list[Statements], attempt: int = 0) -> Plan:
+    """A plan in which the i-th member has weight i + 1."""
+    bodies = [Ready(1, TAG, TAG, i + 1, TAG) for i in range(len(members))]
+    readies = [member.make(body) for member, body in zip(members, bodies, strict=True)]
+    return Plan.of(1, attempt, readies, bodies)
 
 
 def run_ring(count: int, chunks: int, window: int, seed: int) -> dict[bytes, dict[int, bytes]]:
     """All members of a ring; payloads are sets of who added (as sorted bytes). Returns what each applied."""
+    members = people(count)
+    plan = RingPlan(TAG, plan_of(members), chunks)
+    return drive(members, plan, window, seed, {})
+
+
+def drive(
+    members: list[Statements], plan: RingPlan, window: int, seed: int, kept: dict[bytes, dict[int, Finished]]
+) -> dict[bytes, dict[int, bytes]]:
+    """Carry effects out in a seeded order until nothing is left to do."""
     generator = random.Random(seed)
-    order = tuple(peers(count))
-    plan = RingPlan(TAG, order, tuple(range(1, count + 1)), chunks)
+    order, count = plan.order, len(plan.order)
     jobs = {p: Jobs() for p in order}
-    rings = {p: Ring(plan, p, window, jobs[p], 0) for p in order}
+    rings = {m.me: Ring(plan, m, window, jobs[m.me], 0, kept.get(m.me)) for m in members}
     todo: deque = deque((p, e) for p in order for e in rings[p].start())
     result: dict[bytes, dict[int, bytes]] = {p: {} for p in order}
     most = 0
@@ -46,13 +68,15 @@ def run_ring(count: int, chunks: int, window: int, seed: int) -> dict[bytes, dic
         assert entry is not None
         answer: object
         match effect.op:
-            case "first" | "single":
+            case "first":
                 answer = me
+            case "single":
+                answer = (me, b"h")
             case "hop":
                 answer = bytes(sorted(effect.arguments[2] + me))
             case "finish":
                 assert effect.arguments[2] == plan.total_weight
-                answer = b"mean" + bytes(sorted(effect.arguments[3] + me))
+                answer = (b"mean" + bytes(sorted(effect.arguments[3] + me)), b"h")
             case _:
                 result[peer][effect.arguments[0]] = effect.arguments[1]
                 answer = (b"h", b"l", True)
@@ -74,12 +98,44 @@ def test_every_member_adds_once_to_every_chunk_and_all_apply_the_same_bytes(coun
 
 
 def test_a_ring_of_one_applies_its_own_mean() -> None:
-    assert run_ring(1, 5, window=2, seed=0) == {bytes(32): {c: b"\x00" for c in range(5)}}
+    assert run_ring(1, 5, window=2, seed=0) == {people(1)[0].me: {c: b"\x00" for c in range(5)}}
+
+
+def finished(chunk: int, plan: Plan, members: list[Statements], payload: bytes) -> Finished:
+    """What an earlier attempt left behind of a chunk."""
+    owner = members[plan.owner(chunk)]
+    return Finished(owner.sign_receipt(plan.receipt(chunk, b"h")), payload, b"h")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reused_chunk_is_not_summed_again_and_reaches_only_those_who_lack_it(seed: int) -> None:
+    members = people(5)
+    old = plan_of(members, 0)
+    held = {c: finished(c, old, members, b"old%d" % c) for c in (0, 3, 4)}
+    # Chunk 0 is held by all, 3 by members 1 and 2, 4 by member 4 alone.
+    owners = {0: (0, 1, 2, 3, 4), 3: (1, 2), 4: (4,)}
+    kept = {m.me: {c: held[c] for c in owners if i in owners[c]} for i, m in enumerate(members)}
+    trips = {0: Trip(old, 0, 0), 3: Trip(old, 2, 3), 4: Trip(old, 4, 4)}
+    plan = RingPlan(TAG, plan_of(members, 1), 8, trips)
+    applied = drive(members, plan, 4, seed, kept)
+    for found in applied.values():
+        assert [found[c] for c in (0, 3, 4)] == [b"old0", b"old3", b"old4"]
+        assert {found[c] for c in (1, 2, 5, 6, 7)} == {b"mean" + bytes(range(5))}
+
+
+def test_a_mean_without_the_receipt_of_its_owner_is_a_violation() -> None:
+    ring, order = ring_of_three()
+    mean = FrameIn(order[0], "gather", TAG, 2, 1, 6, bytes(RECEIPT_BYTES) + b"m")
+    compute = [e for e in ring.on_frame(mean, 0) if isinstance(e, Compute)]
+    assert compute[0].arguments == (2, b"m")
+    with pytest.raises(ProtocolViolation, match="receipt"):
+        ring.on_computed(("applied", 2), (b"h", b"l", True), 0)
 
 
 def ring_of_three() -> tuple[Ring, tuple[bytes, ...]]:
-    order = tuple(peers(3))
-    return Ring(RingPlan(TAG, order, (1, 2, 3), 6), order[1], 4, Jobs(), 0), order
+    members = people(3)
+    plan = RingPlan(TAG, plan_of(members), 6)
+    return Ring(plan, members[1], 4, Jobs(), 0), plan.order
 
 
 @pytest.mark.parametrize(
@@ -107,7 +163,7 @@ def test_a_partial_sum_or_a_mean_that_comes_twice_is_a_violation() -> None:
     ring.on_frame(frame, 0)
     with pytest.raises(ProtocolViolation, match="already"):
         ring.on_frame(frame, 0)
-    mean = FrameIn(order[0], "gather", TAG, 2, 1, 6, b"m")
+    mean = FrameIn(order[0], "gather", TAG, 2, 1, 6, bytes(RECEIPT_BYTES) + b"m")
     ring.on_frame(mean, 0)
     with pytest.raises(ProtocolViolation, match="twice"):
         ring.on_frame(mean, 0)

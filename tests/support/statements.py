@@ -6,6 +6,7 @@ import hashlib
 
 from p2p_diloco.identity import Identity
 from p2p_diloco.proto.chain import Chain
+from p2p_diloco.proto.plans import Plan
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire import messages as msg
 
@@ -31,10 +32,18 @@ class Cast:
     def by_id(self, peer_id: bytes) -> Statements:
         return next(s for s in self.speak if s.me == peer_id)
 
-    def ready(self, who: int, weight: int = 10) -> msg.Signed:
+    def ready(self, who: int, weight: int = 10, life: int = 0, trial: int = 0) -> msg.Signed:
         head = self.chain.head
-        body = msg.Ready(self.chain.epoch + 1, head.digest, head.certificate.state_root, weight, bytes(32))
+        root = head.certificate.state_root
+        body = msg.Ready(self.chain.epoch + 1, head.digest, root, weight, bytes(32), life, trial)
         return self.speak[who].make(body)
+
+    def plan(self, members: list[int], attempt: int = 0, weights: tuple[int, ...] = ()) -> Plan:
+        """The ring of these members in this order."""
+        weigh = weights or (10,) * len(members)
+        readies = [self.ready(m, w) for m, w in zip(members, weigh, strict=True)]
+        bodies = [self.chain.check_ready(signed)[1] for signed in readies]
+        return Plan.of(self.chain.epoch + 1, attempt, readies, bodies)
 
     def view(self, members: list[int], attempt: int = 0, author: int | None = None) -> msg.Signed:
         convener = self.by_id(self.chain.convener(attempt)) if author is None else self.speak[author]

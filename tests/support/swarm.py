@@ -291,14 +291,19 @@ class Swarm:
         anchor = np.random.default_rng(0).standard_normal(self.values).astype(np.float32).astype(np.float64)
         momentum = np.zeros_like(anchor)
         lr, mu = self.run.outer.lr, self.run.outer.momentum
+        layout = self.nodes[seen_by].state.layout
         anchors = [anchor]
         for epoch in range(1, last + 1):
             link = self.nodes[seen_by].driver.machine.chain.link(epoch)
-            total = np.zeros_like(anchor)
-            for peer, weight in zip(link.contributors, link.weights, strict=True):
-                assert weight == self.tokens_of(index_of[peer])
-                total += weight * self.delta_of(index_of[peer], epoch).astype(np.float64)
-            mean = total / sum(link.weights)
+            mean = np.zeros_like(anchor)
+            for chunk in range(layout.chunks):  # one that a later attempt reused has its own contributors
+                start, stop = layout.bounds(chunk)
+                members = link.plan_of(chunk)
+                for peer, ready in members:
+                    assert ready.weight == self.tokens_of(index_of[peer])
+                    share = self.delta_of(index_of[peer], epoch)[start:stop].astype(np.float64)
+                    mean[start:stop] += ready.weight * share
+                mean[start:stop] /= sum(ready.weight for _, ready in members)
             momentum = mu * momentum + mean
             anchor = anchor - lr * (mean + mu * momentum)
             anchors.append(anchor)

@@ -26,6 +26,7 @@ EXAMPLES: list[msg.Message] = [
     msg.Ack(1, ZERO),
     msg.Statement(SIGNED),
     msg.Verdict(CERTIFICATE),
+    msg.Equivocation(SIGNED, SIGNED),
     msg.GetGenesis(0),
     msg.GenesisReply(msg.Genesis(1, b"{}", b"x", 4096, ZERO, ZERO, bytes(16))),
     msg.GetChain(4),
@@ -38,9 +39,9 @@ EXAMPLES: list[msg.Message] = [
 BODIES: list[msg.Body] = [
     msg.MemberRecord(1, 2, 0, ("a:1",)),
     msg.Ready(1, ZERO, ZERO, 5, ZERO),
-    msg.View(1, ZERO, 0, "run", (SIGNED,), (), (), ()),
+    msg.View(1, ZERO, 2, "run", (SIGNED,), (), (), (), (msg.Reuse(1, (SIGNED,), b"\xff"),)),
     msg.Vote(1, ZERO, 0, ZERO, ZERO, ZERO),
-    msg.Promise(1, ZERO, 1, (SIGNED,), (SIGNED,), b""),
+    msg.Promise(1, ZERO, 1, (SIGNED,), (SIGNED,), (msg.Holding(ZERO, b"\x05"),), (ZERO,)),
     msg.Abstain(1, ZERO, "NaN", 0),
     msg.Receipt(1, ZERO, 2, ZERO, b"\x07"),
 ]

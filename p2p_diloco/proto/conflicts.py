@@ -1,0 +1,84 @@
+"""Two statements by one key that no honest peer makes: portable proof of equivocation. Pure.
+
+The contradictions, all within one epoch on one head: two votes or two views in one attempt; a promise that
+hides a vote cast below it; an abstention and a vote (unless the rules void that abstention).
+"""
+
+from __future__ import annotations
+
+from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.identity import PeerId
+from p2p_diloco.proto.statements import Statements
+from p2p_diloco.wire.messages import Abstain, Body, Promise, Signed, View, Vote, decode_body
+
+_KEPT = 64  # statements remembered per author and epoch
+
+
+def contradiction(
+    statements: Statements, first: Signed, second: Signed, lowest_voter: PeerId | None = None
+) -> str:
+    """What is wrong with this pair, in a few words; empty if they may both be said.
+
+    ``lowest_voter``: whose abstention may be void (docs/DESIGN.md, 8); it is never convicted by one. Raises
+    ProtocolViolation if a signature or a body is bad.
+    """
+    author, one = statements.check(first)
+    other_author, other = statements.check(second)
+    if author != other_author or first.digest() == second.digest():
+        return ""
+    if _place(one) != _place(other) or _place(one) is None:
+        return ""
+    return _compare(one, other, author == lowest_voter) or _compare(other, one, author == lowest_voter)
+
+
+def _place(body: Body) -> tuple[int, bytes] | None:
+    return (body.epoch, body.previous) if isinstance(body, Vote | Promise | Abstain | View) else None
+
+
+def _compare(one: Body, other: Body, may_unsay: bool) -> str:
+    match one, other:
+        case Vote(attempt=attempt), Vote() if other.attempt == attempt:
+            return f"voted twice in attempt {attempt} of epoch {one.epoch}"
+        case View(attempt=attempt), View() if other.attempt == attempt:
+            return f"sent two views of attempt {attempt} of epoch {one.epoch}"
+        case Vote(attempt=attempt), Promise() if attempt < other.attempt and _reported(other) < attempt:
+            return f"hid its vote in attempt {attempt} of epoch {one.epoch} from a promise"
+        case Vote(), Abstain() if not may_unsay:
+            return f"voted and abstained in epoch {one.epoch}"
+    return ""
+
+
+def _reported(promise: Promise) -> int:
+    """The attempt of the vote that a promise shows, -1 without one."""
+    if not promise.vote:
+        return -1
+    try:
+        vote = decode_body("vote", promise.vote[0].body)
+    except ProtocolViolation:
+        return -1
+    return vote.attempt if isinstance(vote, Vote) else -1
+
+
+class Witness:
+    """Remembers what each key said in the current epoch and finds contradictions."""
+
+    def __init__(self, statements: Statements) -> None:
+        self._statements = statements
+        self._said: dict[PeerId, list[Signed]] = {}
+
+    def reset(self) -> None:
+        """A new epoch: what was said in the last one is settled."""
+        self._said.clear()
+
+    def hear(self, author: PeerId, signed: Signed, lowest_voter: PeerId) -> tuple[Signed, str] | None:
+        """Take in a checked statement; the earlier one that it contradicts, and how, if there is one."""
+        if signed.kind not in ("vote", "promise", "abstain", "view"):
+            return None
+        said = self._said.setdefault(author, [])
+        for earlier in said:
+            why = contradiction(self._statements, earlier, signed, lowest_voter)
+            if why:
+                return earlier, why
+        if len(said) < _KEPT:
+            said.append(signed)
+        return None
