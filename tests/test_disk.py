@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,23 @@ def test_a_folder_that_cannot_be_made_or_a_damaged_genesis_is_the_users_to_fix(t
 def test_a_failpoint_must_name_a_point_and_an_epoch() -> None:
     Failpoints("").hit("reduce", 1)
     Failpoints("reduce@5").hit("reduce", 4)
-    for wrong in ("reduce", "nowhere@1", "reduce@x"):
+    for wrong in ("reduce", "nowhere@1", "reduce@x", "reduce@+", "reduce@5++"):
         with pytest.raises(ConfigError, match="POINT@EPOCH"):
             Failpoints(wrong)
+
+
+@pytest.mark.parametrize(("setting", "deadly"), [("reduce@5", [5]), ("reduce@5+", [5, 6, 100])])
+def test_a_failpoint_strikes_in_its_epoch_and_with_a_plus_in_any_later_one(
+    setting: str, deadly: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append(number))
+    for epoch in (1, 4, 5, 6, 100):
+        killed.clear()
+        Failpoints(setting).hit("gather", epoch)
+        assert killed == []
+        Failpoints(setting).hit("reduce", epoch)
+        assert killed == ([signal.SIGKILL] if epoch in deadly else [])
 
 
 # --- rounds ---

@@ -123,13 +123,13 @@ def _kill_one_by_one(stage: Stage, swarm: Swarm, points: Sequence[str], together
     A restarted peer is armed with the next point that has nobody yet. ``together`` waits only at the end for
     all to come back (few points only: a minority may be dead at once).
     """
-    due = [f"{point}@{FIRST_EPOCH + i * stage.options.spacing}" for i, point in enumerate(points)]
+    due = [f"{point}@{FIRST_EPOCH + i * stage.options.spacing}+" for i, point in enumerate(points)]
     order = [*swarm.peers[1:], swarm.peers[0]]
     swarm.found(**{peer.name: kill for peer, kill in zip(order, due, strict=False)})
     for index, kill in enumerate(due):
         victim = order[index % len(order)]
         swarm.until_died(victim, f"kill at {kill}", START_S)
-        stage.say(f"{victim.name} died at {kill}")
+        stage.say(f"{victim.name} died at {kill}, in epoch {swarm.height(victim) + 1}")
         later = index + len(order)
         swarm.restart(victim, due[later] if later < len(due) else "")
         if not together:
@@ -173,10 +173,10 @@ def _kill_after_a_failure(stage: Stage, point: str) -> None:
     """One peer dies in the ring, so that the attempt fails; another one dies at a point that follows that."""
     with stage.swarm() as swarm:
         first, second = swarm.peers[1:3]
-        swarm.found(**{first.name: f"reduce@{FIRST_EPOCH}", second.name: f"{point}@{FIRST_EPOCH}"})
+        swarm.found(**{first.name: f"reduce@{FIRST_EPOCH}+", second.name: f"{point}@{FIRST_EPOCH}+"})
         for victim, at in ((first, "reduce"), (second, point)):
-            swarm.until_died(victim, f"kill at {at}@{FIRST_EPOCH}", START_S)
-            stage.say(f"{victim.name} died at {at}@{FIRST_EPOCH}")
+            swarm.until_died(victim, f"kill at {at}@{FIRST_EPOCH}+", START_S)
+            stage.say(f"{victim.name} died at {at} of epoch {swarm.height(victim) + 1}")
             swarm.restart(victim)
         stage.all_back(swarm, first, second)
 

@@ -31,7 +31,7 @@ from p2p_diloco.observe.status import show_bytes
 from p2p_diloco.wire.messages import Genesis, unpack_object
 
 ROOT = Path(__file__).resolve().parent.parent
-KILL_EPOCH = 5  # the ring in which the third peer dies
+KILL_EPOCH = 5  # the third peer dies in its first ring from this epoch on
 START_S, QUIET_S, END_S = 180.0, 120.0, 60.0  # patience with a start, between two epochs, with the end
 
 CONFIG = """# Written by tools/demo.py; a run config for `python -m p2p_diloco.peer --config`.
@@ -99,6 +99,7 @@ class Demo:
         self.console = Console()
         self.peers: list[Peer] = []
         self.failures: list[str] = []
+        self.killed_in = KILL_EPOCH
         self._shown: set[int] = set()
         self._live: Live | None = None
 
@@ -147,7 +148,7 @@ class Demo:
         flags = self.join_flags(founder)
         self.say("others join with: python -m p2p_diloco.peer " + " ".join(flags))
         self.start("peer2", flags)
-        victim = self.start("peer3", flags, kill=f"reduce@{KILL_EPOCH}")
+        victim = self.start("peer3", flags, kill=f"reduce@{KILL_EPOCH}+")
         self.say("peer2 and peer3 are starting; they know nothing but that line")
         if self.console.is_terminal:
             with Live(self.picture(), console=self.console, auto_refresh=False) as self._live:
@@ -170,7 +171,9 @@ class Demo:
             if not fourth and victim.process.poll() is not None:
                 fourth = True
                 code = victim.process.returncode
-                self.say(f"peer3 died by signal {-code} while it was summing epoch {KILL_EPOCH}")
+                victim.refresh()
+                self.killed_in = max(victim.epochs, default=0) + 1
+                self.say(f"peer3 died by signal {-code} while it was summing epoch {self.killed_in}")
                 self.start("peer4", self.join_flags(self.peers[1]))
                 self.say("peer4 is starting: it joins through peer2, not through the founder")
             if self._live is not None:
@@ -294,12 +297,12 @@ class Demo:
 
     def add_crash(self, table: Table, victim: Peer) -> None:
         killed = victim.process.returncode == -signal.SIGKILL
-        report = self.peers[0].epochs.get(KILL_EPOCH, {})
+        report = self.peers[0].epochs.get(self.killed_in, {})
         without = len(report.get("contributors", ())) == 2
-        text = self.claim(killed and without, f"epoch {KILL_EPOCH} was certified by the two survivors")
-        table.add_row(f"peer3 killed (SIGKILL) in ring {KILL_EPOCH}, others certified it", text)
+        text = self.claim(killed and without, f"epoch {self.killed_in} was certified by the two survivors")
+        table.add_row(f"peer3 killed (SIGKILL) in ring {self.killed_in}, others certified it", text)
         late = self.peers[-1]
-        took_part = [e for e, r in late.epochs.items() if len(r["contributors"]) == 3 and e > KILL_EPOCH]
+        took_part = [e for e, r in late.epochs.items() if len(r["contributors"]) == 3 and e > self.killed_in]
         joined = late.name == "peer4" and bool(took_part)
         text = self.claim(joined, "the fourth peer joined and contributed")
         where = f", first in epoch {min(took_part)}" if took_part else ""
