@@ -6,7 +6,7 @@ fault to the next certificate, and the longest wait for one. Writes OUT/chaos.js
 digest diverged or an expectation did not hold. What a machine or user cannot make (namespaces and small disks
 need Linux and root) is skipped, with the reason.
 
-    python tools/chaos.py [scenario ...] [--out FOLDER] [--peers N] [--minutes M] [--seed S] [--list]
+    python tools/chaos.py [scenario ...] [--out FOLDER] [--table PAGE] [--peers N] [--minutes M] [--seed S]
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from chaosscenarios import SCENARIOS, Options, Stage
 from chaosswarm import ROOT, NeverCameError
 from rich.console import Console
 from rich.table import Table
+
+from p2p_diloco.sim.tables import put_between
 
 
 def run_scenario(name: str, options: Options, console: Console) -> Report:
@@ -81,8 +83,34 @@ def picture(reports: Sequence[Report]) -> Table:
     return table
 
 
-def conclude(reports: Sequence[Report], options: Options, console: Console) -> int:
-    """Print the table and what did not hold, write chaos.json, and return the exit status."""
+def markdown(reports: Sequence[Report], options: Options) -> str:
+    """The table of docs/RELIABILITY.md, with what the scenarios noted below it."""
+    lines = [
+        f"{options.peers} peers; recovery is from a fault to the next certificate that a peer which was not "
+        "struck sees; a gap is the longest wait between two certificates of a swarm, its start included.",
+        "",
+        "| scenario | outcome | epochs | divergent digests | faults | recovery p50 s | p99 s | longest gap s "
+        "| highest attempt |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for report in reports:
+        cells = [report.name, report.status, report.epochs, len(report.diverged), report.faults]
+        times = (report.recovery_p50_s, report.recovery_p99_s, report.longest_gap_s)
+        cells += [*map(show_seconds, times), report.highest_attempt]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines.append("")
+    for report in reports:
+        said = [report.reason] if report.status == "skipped" else [*report.failures, *report.notes]
+        first = [text.splitlines()[0] for text in (str(SCENARIOS[report.name].__doc__), *said)]
+        lines.append(f"- **{report.name}**: {first[0]} {'; '.join(first[1:])}.")
+    return "\n".join(lines)
+
+
+def conclude(reports: Sequence[Report], options: Options, console: Console, page: Path | None = None) -> int:
+    """Print the table and what did not hold, write chaos.json, and return the exit status.
+
+    With ``page`` the table also goes between that page's marks.
+    """
     console.print(picture(reports))
     for report in reports:
         if report.status == "skipped":
@@ -92,6 +120,8 @@ def conclude(reports: Sequence[Report], options: Options, console: Console) -> i
     settings = {key: str(value) for key, value in dataclasses.asdict(options).items()}
     document = {"options": settings, "scenarios": [dataclasses.asdict(report) for report in reports]}
     (options.out / "chaos.json").write_text(json.dumps(document, indent=1) + "\n")
+    if page is not None:
+        page.write_text(put_between(page.read_text(), "chaos", markdown(reports, options)))
     console.print(f"written: {options.out / 'chaos.json'}; each peer's log and metrics lie beside it")
     return 1 if any(report.bad for report in reports) else 0
 
@@ -107,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("scenario", nargs="*", help="which to run (default: all but quick)")
     parser.add_argument("--out", type=Path, help="where to put everything (default: runs/chaos-TIME)")
+    parser.add_argument("--table", type=Path, help="a page to put the table into, between its chaos marks")
     parser.add_argument("--peers", type=int, default=5, help="peers in a swarm, 3 to 9 (default: 5)")
     parser.add_argument("--minutes", type=float, default=2.0, help="length of kill_loop (default: 2)")
     parser.add_argument("--seed", type=int, help="of kill_loop's dice (default: drawn, and printed)")
@@ -121,6 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown scenario {' '.join(unknown)}; there are {', '.join(SCENARIOS)}")
     if not 3 <= chosen.peers <= 9:
         parser.error("--peers must be 3 to 9")
+    if chosen.table is not None:
+        try:
+            put_between(chosen.table.read_text(), "chaos", "")  # a page without marks is told of now
+        except (OSError, ValueError) as error:
+            parser.error(f"--table: {error}")
     out = (chosen.out or ROOT / "runs" / time.strftime("chaos-%Y%m%d-%H%M%S")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -131,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     names = chosen.scenario or [name for name in SCENARIOS if name != "quick"]
     reports = [run_scenario(name, options, console) for name in names]
-    return conclude(reports, options, console)
+    return conclude(reports, options, console, chosen.table)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from p2p_diloco.sim.bugs import BUGS
 from p2p_diloco.sim.faults import Plan, draw
 from p2p_diloco.sim.run import Result, run_plan, run_seed
 from p2p_diloco.sim.shrink import shrink
-from p2p_diloco.sim.tables import Table
+from p2p_diloco.sim.tables import Table, put_between
 
 _MOST_SEEDS = 1000  # in which every planted bug must be caught
 
@@ -150,17 +150,6 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield recoveries.many_at_once(max(1, count // 25), jobs)
     yield recoveries.churn(max(1, count // 50), jobs, epochs=5 if short else 20)
     yield recoveries.partitions(max(1, count // 25), jobs)
-
-
-def put_between(page: str, mark: str, text: str) -> str:
-    """The page with ``text`` between ``<!-- mark -->`` and ``<!-- /mark -->``; ValueError if they are not
-    there."""
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before, found, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"the page has no {begin} ... {end}")
-    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
 
 
 def command_figures(options: argparse.Namespace) -> int:

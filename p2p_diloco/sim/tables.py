@@ -125,3 +125,14 @@ def span(values: Sequence[float]) -> str:
     if not values:
         return "-"
     return f"{statistics.median(values):.2f} / {max(values):.2f}"
+
+
+def put_between(page: str, mark: str, text: str) -> str:
+    """The page with ``text`` between ``<!-- mark -->`` and ``<!-- /mark -->``; ValueError if they are not
+    there."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
