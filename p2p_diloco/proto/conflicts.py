@@ -11,7 +11,14 @@ from p2p_diloco.identity import PeerId
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire.messages import Abstain, Body, Promise, Signed, View, Vote, decode_body
 
-_KEPT = 64  # statements remembered per author and epoch
+_KEPT = 64  # statements remembered per author, kind and epoch
+# What each kind of statement may contradict.
+_AGAINST = {
+    "vote": ("vote", "promise", "abstain"),
+    "promise": ("vote",),
+    "abstain": ("vote",),
+    "view": ("view",),
+}
 
 
 def contradiction(
@@ -64,7 +71,7 @@ class Witness:
 
     def __init__(self, statements: Statements) -> None:
         self._statements = statements
-        self._said: dict[PeerId, list[Signed]] = {}
+        self._said: dict[tuple[PeerId, str], list[tuple[int, Signed]]] = {}
 
     def reset(self) -> None:
         """A new epoch: what was said in the last one is settled."""
@@ -72,13 +79,18 @@ class Witness:
 
     def hear(self, author: PeerId, signed: Signed, lowest_voter: PeerId) -> tuple[Signed, str] | None:
         """Take in a checked statement; the earlier one that it contradicts, and how, if there is one."""
-        if signed.kind not in ("vote", "promise", "abstain", "view"):
+        if signed.kind not in _AGAINST:
             return None
-        said = self._said.setdefault(author, [])
-        for earlier in said:
-            why = contradiction(self._statements, earlier, signed, lowest_voter)
-            if why:
-                return earlier, why
+        _, body = self._statements.check(signed)
+        attempt = getattr(body, "attempt", 0)
+        for kind in _AGAINST[signed.kind]:
+            for earlier_attempt, earlier in self._said.get((author, kind), ()):
+                if kind == signed.kind and earlier_attempt != attempt:
+                    continue  # most of what is kept, after many attempts
+                why = contradiction(self._statements, earlier, signed, lowest_voter)
+                if why:
+                    return earlier, why
+        said = self._said.setdefault((author, signed.kind), [])
         if len(said) < _KEPT:
-            said.append(signed)
+            said.append((attempt, signed))
         return None

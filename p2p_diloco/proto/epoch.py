@@ -20,11 +20,20 @@ from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.conflicts import Witness
 from p2p_diloco.proto.convene import CheckedView, check_promise, check_view
 from p2p_diloco.proto.convening import Convening
-from p2p_diloco.proto.epoch_table import IN_PLAY, PHASES, TABLE, TOO_LATE, verdict_metric
+from p2p_diloco.proto.epoch_table import (
+    IN_PLAY,
+    PHASES,
+    TABLE,
+    TOO_LATE,
+    diverged,
+    quorum_lost,
+    verdict_metric,
+)
 from p2p_diloco.proto.events import Compute, Effect, FrameIn, Notice, Send
 from p2p_diloco.proto.jobs import Jobs
 from p2p_diloco.proto.membership import Membership
 from p2p_diloco.proto.order import fingers
+from p2p_diloco.proto.patience import Patience
 from p2p_diloco.proto.ringrun import RingRun, Step
 from p2p_diloco.proto.rounds import Round, Rounds
 from p2p_diloco.proto.scribe import Entry, Scribe
@@ -104,7 +113,8 @@ class EpochMachine:
         self._candidate: tuple[bytes, bytes, bytes] | None = None  # what our copy holds, complete
         self._kept_root = b""  # state root of the newest round on our disk
         self._wanted: tuple[bytes, bytes, bytes] | None = None  # what an adopted view makes us fetch
-        self._attempts_lost = 0
+        self._patience = Patience(self._timeouts)
+        self._missing: dict[PeerId, None] = {}  # ring neighbours that were not there
         self._deadline_ns = 0
         self._since_ns = now_ns
         self._news_ns = now_ns + _NEWS_NS
@@ -152,7 +162,7 @@ class EpochMachine:
         effects = [*self._flood(Statement(signed)), *self._after_ready(now_ns)]
         if self.state == "ready" and self._viewed >= self.acceptor.promised:
             self._move("view_without", now_ns)  # too late for this attempt, there for the next
-            self._deadline_ns = now_ns + self._patience_ns(self._timeouts.stall_s + self._timeouts.vote_s)
+            self._deadline_ns = now_ns + self._patience.whole_ring_ns()
         elif self.state == "ready" and self.acceptor.promised > 0:
             effects += self._follow_promise(now_ns)
         return effects
@@ -164,7 +174,7 @@ class EpochMachine:
         self._move("local_bad", now_ns)
         effects: list[Effect] = [Notice("warning", f"sitting out epoch {self.epoch + 1}: {reason}")]
         if self.acceptor.vote is not None:  # of an earlier life: what we voted for may have to be finished
-            self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
+            self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.view_s)
         if self.me in self._chain.voters:
             effects += self._put(self.acceptor.abstain(reason, leaving=False))
             effects += self._after_abstain(now_ns)  # it may have been said before, and be void
@@ -333,7 +343,7 @@ class EpochMachine:
         order = view.run_view.plan.order
         if self.me not in order:
             self._move("view_without", now_ns)
-            self._deadline_ns = now_ns + self._patience_ns(self._timeouts.stall_s + self._timeouts.vote_s)
+            self._deadline_ns = now_ns + self._patience.whole_ring_ns()
             return [Notice("info", f"attempt {view.attempt} of epoch {self.epoch + 1} runs without us")]
         place = order.index(self.me)
         beside = {order[place - 1], order[(place + 1) % len(order)]}
@@ -346,9 +356,10 @@ class EpochMachine:
         assert self._own_ready is not None
         if view.run_view.plan.readies[place].digest() != self._own_ready.digest():
             return self._fail("the view lists an earlier READY of ours", now_ns)
-        for neighbour in sorted(beside):
-            if not self._members.usable(neighbour):
-                return self._fail(f"ring neighbour {show(neighbour)} is not there", now_ns)
+        absent = [neighbour for neighbour in sorted(beside) if not self._members.usable(neighbour)]
+        if absent:
+            self._missing.update(dict.fromkeys(absent))
+            return self._fail(f"ring neighbour {show(absent[0])} is not there", now_ns)
         return self._follow(self.run.start(view, now_ns), now_ns)
 
     def _follow_adopted(self, view: CheckedView, vote: Vote, now_ns: int) -> list[Effect]:
@@ -361,7 +372,7 @@ class EpochMachine:
         self.run.finished.copy_is_lost()
         holders = {*view.holders, *self.ballots.voters_of(vote.view_hash, vote.chunk_root)} - {self.me}
         self.fetch = (vote, tuple(sorted(holders)))
-        self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
+        self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.view_s)
         return [Notice("info", f"finishing epoch {self.epoch + 1} with the result that others voted for")]
 
     def on_fetched(self, held: Round, now_ns: int) -> list[Effect]:
@@ -413,7 +424,7 @@ class EpochMachine:
 
     def _cast(self, now_ns: int) -> list[Effect]:
         """Keep the result in our copy on disk, then vote for it if we are a voter; wait for the quorum."""
-        self._deadline_ns = now_ns + self._patience_ns(self._timeouts.vote_s)
+        self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.vote_s)
         assert self._candidate is not None
         _, chunk_root, state_root = self._candidate
         if self._kept_root == state_root:
@@ -478,26 +489,26 @@ class EpochMachine:
         if self.state in ("ready", "promised", "sitting_out"):
             effects += self._try_convene(now_ns)
             effects += self._look_at_convener(now_ns)
-        if self._in_play() and not self._deadline_ns:
-            usable = [v for v in self._chain.voters if self._members.usable(v)]
-            if not self._chain.enough(self.attendance.abstained, usable):
-                effects += self._quorum_lost("voters are not reachable", usable, now_ns)
-        if self.state == "ready" and not self._deadline_ns and self._all_ready(now_ns):
-            self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
+        usable = self._voters_here()
+        idle = self._in_play() and not self._deadline_ns
+        if idle and not self._chain.enough(self.attendance.abstained, usable):
+            effects += self._quorum_lost("voters are not reachable", usable, now_ns)
+        idle = self.state == "ready" and not self._deadline_ns
+        if idle and self.attendance.ring_may_start(self.state, now_ns):
+            self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.view_s)
         if self.state == "voting" and not self._can_decide():
             effects += self._fail("the voters that are left cannot decide this attempt", now_ns)
         return effects
-
-    def _all_ready(self, now_ns: int) -> bool:
-        return self.attendance.ring_may_start(self.state, now_ns)
 
     def straggling(self, now_ns: int) -> bool:
         """True if the others wait for our local round, and have done so long enough."""
         return self.state == "training" and self.attendance.straggling(now_ns)
 
     def _can_decide(self) -> bool:
-        usable = [v for v in self._chain.voters if self._members.usable(v)]
-        return self.ballots.can_decide(self.attendance.abstained, usable)
+        return self.ballots.can_decide(self.attendance.abstained, self._voters_here())
+
+    def _voters_here(self) -> list[PeerId]:
+        return [v for v in self._chain.voters if self._members.usable(v)]
 
     def _fail(self, reason: str, now_ns: int) -> list[Effect]:
         """Give up this attempt and promise the next one whose convener is there."""
@@ -505,11 +516,17 @@ class EpochMachine:
             return self._abandon(reason, now_ns)
         if not self._in_play():
             return []
-        usable = [v for v in self._chain.voters if self._members.usable(v)]
+        usable = self._voters_here()
         if not self._chain.enough(self.attendance.abstained, usable):
             return self._quorum_lost(reason, usable, now_ns)
         self._lost_quorum = False
         base = max(self.attempt, self.acceptor.promised)
+        pause_ns = self._patience.pause_until_ns(base, reason, now_ns)
+        if now_ns < pause_ns:  # a view or promise of somebody else's may end it before
+            self._stop_attempt(now_ns)
+            self._deadline_ns = pause_ns
+            return []
+        reason = self._patience.reason
         count = len(self._chain.members)
         for attempt in range(base + 1, min(base + 1 + count, MAX_ATTEMPT)):
             if self._members.usable(self._chain.convener(attempt)):
@@ -519,14 +536,16 @@ class EpochMachine:
     def _quorum_lost(self, reason: str, usable: list[PeerId], now_ns: int) -> list[Effect]:
         self._deadline_ns = now_ns + _RETRY_NS
         if self.state == "ring":
-            self._drop_ring()
-            self._move("fail", now_ns)
+            self._stop_attempt(now_ns)
         if self._lost_quorum:
             return []
         self._lost_quorum = True
-        voters = ", ".join(show(v) for v in self._chain.voters if v not in usable)
-        text = f"QuorumLost in epoch {self.epoch + 1} ({reason}): {len(usable)} of {len(self._chain.voters)}"
-        return [Notice("error", f"{text} voters are here; waiting for {voters or 'a convener'}")]
+        return [quorum_lost(self.epoch + 1, reason, usable, self._chain.voters)]
+
+    def _stop_attempt(self, now_ns: int) -> None:
+        self._drop_ring()
+        self._waiting_view = None
+        self._move("fail", now_ns)
 
     def _give_up(self, reason: str, attempt: int, now_ns: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -534,24 +553,19 @@ class EpochMachine:
         if self._in_play():
             text = f"epoch {self.epoch + 1} attempt {self.attempt} failed: {reason}"
             effects.append(Notice("warning", f"{text}; going to attempt {attempt}"))
-            self._drop_ring()
-            self._waiting_view = None
-            self._move("fail", now_ns)
-            self._attempts_lost += 1
-            self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
-        finished, cut_off = self.run.finished.holdings(), self._members.unreachable(now_ns)
+            self._stop_attempt(now_ns)
+            self._patience.attempts_lost += 1
+            self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.view_s)
+        missing = [peer for peer in self._missing if not self._members.usable(peer)]
+        finished, cut_off = self.run.finished.holdings(), self._members.cut_off_from(missing, now_ns)
         return [*effects, *self._put(self.acceptor.promise(attempt, finished, cut_off))]
 
     def _follow_promise(self, now_ns: int) -> list[Effect]:
         """READY after others already went to a later attempt: wait for that attempt's view."""
         self._move("fail", now_ns)
         self._since_ns = now_ns
-        self._deadline_ns = now_ns + self._patience_ns(self._timeouts.view_s)
+        self._deadline_ns = now_ns + self._patience.wait_ns(self._timeouts.view_s)
         return self._try_convene(now_ns)
-
-    def _patience_ns(self, seconds: float) -> int:
-        doubled = seconds * float(2 ** min(self._attempts_lost, 10))
-        return round(min(doubled, self._timeouts.timeout_cap_s) * _S)
 
     # --- the verdict ---
 
@@ -570,7 +584,7 @@ class EpochMachine:
         have = self._candidate == value and self.state in IN_PLAY
         running = self.state == "ring" and ring is not None and ring.plan.view_hash == view_hash
         if self._candidate is not None and not have and self._candidate[0] == view_hash:
-            effects += self._diverged(certificate.epoch)
+            effects.append(diverged(certificate.epoch))
         if running and ring is not None:
             self._ring_ns = now_ns - ring.started_ns
         effects.append(verdict_metric(link, self.me, attempt, self._ring_ns))
@@ -590,7 +604,7 @@ class EpochMachine:
     def _finished(self, held: Round, now_ns: int) -> list[Effect]:
         """Our ring ended after the verdict: take its result if it is the certified one."""
         if held.state_root != self._chain.head.certificate.state_root:
-            return [*self._diverged(self.epoch), *self._abandon("it has another result", now_ns)]
+            return [diverged(self.epoch), *self._abandon("it has another result", now_ns)]
         self._drop_ring()
         self._deadline_ns = 0
         self._move("finished", now_ns)
@@ -606,10 +620,6 @@ class EpochMachine:
 
     def _swap(self, state_root: bytes) -> Compute:
         return Compute(self._jobs.add("swap", (self._chain.epoch,)), "swap", (state_root, self._chain.epoch))
-
-    def _diverged(self, epoch: int) -> list[Effect]:
-        text = f"StateDivergence in epoch {epoch}: our sum differs from the certified one"
-        return [Notice("error", f"{text}; dropping ours and fetching theirs")]
 
     def _replay_future(self, now_ns: int) -> list[Effect]:
         waiting, self.future = self.future, []

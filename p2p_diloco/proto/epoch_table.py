@@ -8,11 +8,12 @@ missing is on its way. closing: the copy is the certified state and is being swa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from p2p_diloco.identity import PeerId, show
 from p2p_diloco.proto.chain import Link
-from p2p_diloco.proto.events import Metric
+from p2p_diloco.proto.events import Metric, Notice
 
 IN_PLAY = ("ready", "ring", "voting", "promised", "fetching", "sitting_out")
 _ANY = ("joining", "training", *IN_PLAY)
@@ -46,6 +47,19 @@ TOO_LATE = {  # what it means that the deadline of a state passed
     "sitting_out": "no certificate in time",
 }
 PHASES = {"promised": "waiting", "fetching": "voting", "closing": "voting"}
+
+
+def quorum_lost(epoch: int, reason: str, usable: Sequence[PeerId], voters: Sequence[PeerId]) -> Notice:
+    """What a peer says that cannot go on without more voters."""
+    missing = ", ".join(show(voter) for voter in voters if voter not in usable)
+    text = f"QuorumLost in epoch {epoch} ({reason}): {len(usable)} of {len(voters)} voters are here"
+    return Notice("error", f"{text}; waiting for {missing or 'a convener'}")
+
+
+def diverged(epoch: int) -> Notice:
+    """What a peer says whose own sum is not the certified one."""
+    text = f"StateDivergence in epoch {epoch}: our sum differs from the certified one"
+    return Notice("error", f"{text}; dropping ours and fetching theirs")
 
 
 def verdict_metric(link: Link, me: PeerId, attempt: int, ring_ns: int) -> Metric:

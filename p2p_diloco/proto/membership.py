@@ -150,6 +150,18 @@ class Membership:
         ]
         return tuple(found[:MAX_UNREACHABLE])
 
+    def cut_off_from(self, first: Iterable[PeerId], now_ns: int) -> tuple[PeerId, ...]:
+        """Whom a ring must not put beside us: ``first`` (those that an attempt just failed for), who is
+        unreachable, and those we hold for dead, the latest first: others may know better than we do."""
+        gone = [peer for peer in sorted(self.members) if self._is_gone(self.members[peer])]
+        gone.sort(key=lambda peer: -self.members[peer].since_ns)
+        found = dict.fromkeys([*sorted(first), *self.unreachable(now_ns), *gone])
+        return tuple(found)[:MAX_UNREACHABLE]
+
+    @staticmethod
+    def _is_gone(member: Member) -> bool:
+        return member.status in ("suspect", "dead") and not member.linked and not member.banned
+
     def bad_edges(self, now_ns: int) -> frozenset[Edge]:
         """Pairs of peers of which at least one says that their link does not work."""
         edges = [frozenset((self.me, peer)) for peer in self.unreachable(now_ns)]
@@ -208,10 +220,11 @@ class Membership:
         member.dial_wait_ns, member.dial_next_ns = _DIAL_FIRST_NS, now_ns
         if member.record is None:
             member.addresses = tuple(a for a in addresses if is_dialable(a))
-        effects: list[Effect] = []
+        # It must hear what was said of it: its denial brings it back for all who have no link to it yet.
+        news = self._send_full(peer, now_ns)
         if member.status in ("suspect", "dead"):
-            effects += self._set_status(member, "alive", now_ns)
-        return [*effects, *self._send_full(peer, now_ns)]
+            return [*self._set_status(member, "alive", now_ns), *news]
+        return news
 
     def link_down(self, peer: PeerId, reason: str, now_ns: int) -> list[Effect]:
         member = self.members.get(peer)
@@ -499,7 +512,7 @@ class Membership:
         return [Send(peer, message) for peer in chosen]
 
     def _send_full(self, peer: PeerId, now_ns: int) -> list[Effect]:
-        """All records, in as many messages as their size needs."""
+        """All records, in as many messages as their size needs, and what is said of this peer itself."""
         records = [self._own]
         records += [
             m.record for _, m in sorted(self.members.items()) if m.record is not None and m.peer != peer

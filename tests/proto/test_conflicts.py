@@ -155,7 +155,7 @@ def test_a_witness_remembers_a_bounded_number_of_statements(cast: Cast) -> None:
     me, lowest = cast.speak[0].me, cast.chain.voters[0]
     for attempt in range(1, 300):
         witness.hear(me, promise(cast, 0, attempt), lowest)
-    assert len(witness._said[me]) <= 64
+    assert len(witness._said[me, "promise"]) <= 64
     for _ in range(300):
         witness.hear(me, cast.ready(0), lowest)
     assert len(witness._said) == 1

@@ -244,6 +244,42 @@ def test_the_list_of_unreachable_peers_fits_its_message() -> None:
     assert len(a.unreachable(LINK_WAIT_NS)) == msg.MAX_UNREACHABLE
 
 
+def test_a_peer_held_for_dead_hears_of_it_when_its_link_is_back_and_returns_for_everybody_at_once() -> None:
+    """After a partition the first link that comes up must spare all others their long wait to dial."""
+    a, b, c = member(0), member(1), member(2)
+    link(a, b)
+    link(a, c)
+    link(b, c)
+    for here in (a, b):
+        here.link_down(c.me, "cut", S)
+        here.tick(40 * S)
+        assert here.members[c.me].status == "dead"
+        for _ in range(8):
+            here.dial_failed(c.me, 40 * S)
+    assert not [e for e in b.tick(41 * S) if isinstance(e, Dial)], "its next dial is a while away"
+    for news in sent(a.link_up(c.me, (), 42 * S), msg.Gossip):
+        c.on_gossip(a.me, news, 42 * S)
+    assert c.incarnation > 0
+    b.on_gossip(a.me, gossip(a, records=(c._own,)), 43 * S)
+    assert b.members[c.me].status == "alive"
+    assert [e.peer for e in b.tick(43 * S) if isinstance(e, Dial)] == [c.me]
+
+
+def test_whom_we_hold_for_dead_is_named_in_promises_after_those_that_an_attempt_failed_for() -> None:
+    a, b, c = trio()
+    late = LINK_WAIT_NS
+    a.link_down(b.me, "reset", late)
+    assert a.unreachable(late) == (c.me,), "gossip names those that live"
+    assert a.cut_off_from((), late) == (c.me, b.me)
+    assert a.cut_off_from((b.me,), late) == (b.me, c.me)
+    a.ban(b.me, late)
+    assert a.cut_off_from((), late) == (c.me,)
+    for index in range(msg.MAX_UNREACHABLE + 8):
+        a.learn(index.to_bytes(32, "big"), ("10.0.0.1:1",), 0)
+    assert len(a.cut_off_from((b.me,), late)) == msg.MAX_UNREACHABLE
+    assert a.cut_off_from((b.me,), late)[0] == b.me
+
+
 def test_a_banned_key_is_cut_off_and_neither_used_nor_dialled_again() -> None:
     a, b = member(0), member(1)
     link(a, b)
