@@ -20,20 +20,13 @@ from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.conflicts import Witness
 from p2p_diloco.proto.convene import CheckedView, check_promise, check_view
 from p2p_diloco.proto.convening import Convening
-from p2p_diloco.proto.epoch_table import (
-    IN_PLAY,
-    PHASES,
-    TABLE,
-    TOO_LATE,
-    diverged,
-    quorum_lost,
-    verdict_metric,
-)
+from p2p_diloco.proto.epoch_table import IN_PLAY, PHASES, TABLE, TOO_LATE
 from p2p_diloco.proto.events import Compute, Effect, FrameIn, Notice, Send
 from p2p_diloco.proto.jobs import Jobs
 from p2p_diloco.proto.membership import Membership
 from p2p_diloco.proto.order import fingers
 from p2p_diloco.proto.patience import Patience
+from p2p_diloco.proto.reports import diverged, quorum_lost, verdict_metric
 from p2p_diloco.proto.ringrun import RingRun, Step
 from p2p_diloco.proto.rounds import Round, Rounds
 from p2p_diloco.proto.scribe import Entry, Scribe
@@ -526,11 +519,9 @@ class EpochMachine:
             self._stop_attempt(now_ns)
             self._deadline_ns = pause_ns
             return []
-        reason = self._patience.reason
-        count = len(self._chain.members)
-        for attempt in range(base + 1, min(base + 1 + count, MAX_ATTEMPT)):
+        for attempt in range(base + 1, min(base + 1 + len(self._chain.members), MAX_ATTEMPT)):
             if self._members.usable(self._chain.convener(attempt)):
-                return self._give_up(reason, attempt, now_ns)
+                return self._give_up(self._patience.reason, attempt, now_ns)
         return self._quorum_lost(reason, usable, now_ns)
 
     def _quorum_lost(self, reason: str, usable: list[PeerId], now_ns: int) -> list[Effect]:
