@@ -57,8 +57,11 @@ class Attendance:
         return progress.epoch == self._chain.epoch and progress.phase in _COMING
 
     def waiting_for(self, own_state: str) -> list[PeerId]:
-        everyone = [self._members.me, *self._members.usable_peers()]
-        return [peer for peer in everyone if self.awaited(peer, own_state)]
+        """Those worth waiting for. Who was in the last ring is waited for although we have no link to it, as
+        long as others have one: its READY comes through them."""
+        linked = [self._members.me, *self._members.usable_peers()]
+        far = [p for p in self._chain.members if p not in linked and self._members.reachable(p)]
+        return [peer for peer in [*linked, *far] if self.awaited(peer, own_state)]
 
     def ring_candidates(self) -> list[PeerId]:
         """READY peers that can be reached, by us or by others, sorted. A READY of an earlier life counts no

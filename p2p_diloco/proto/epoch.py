@@ -457,7 +457,7 @@ class EpochMachine:
         if not waits:
             return []
         convener = self._chain.convener(self.acceptor.promised)
-        if self._members.usable(convener):
+        if self._members.reachable(convener):  # its view may come through others
             return []
         return self._fail(f"convener {show(convener)} is not there", now_ns)
 
