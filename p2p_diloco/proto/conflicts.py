@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from p2p_diloco.errors import ProtocolViolation
 from p2p_diloco.identity import PeerId
+from p2p_diloco.proto.chain import Chain
 from p2p_diloco.proto.statements import Statements
-from p2p_diloco.wire.messages import Abstain, Body, Promise, Signed, View, Vote, decode_body
+from p2p_diloco.wire.messages import Abstain, Body, Equivocation, Promise, Signed, View, Vote, decode_body
 
 _KEPT = 64  # statements remembered per author, kind and epoch
 # What each kind of statement may contradict.
@@ -67,15 +68,25 @@ def _reported(promise: Promise) -> int:
 
 
 class Witness:
-    """Remembers what each key said in the current epoch and finds contradictions."""
+    """Remembers what each key said in the current epoch and the one before it, whose last statements are
+    still on their way when it is decided, and finds contradictions."""
 
     def __init__(self, statements: Statements) -> None:
         self._statements = statements
+        self.convicted: list[tuple[PeerId, Equivocation, str]] = []
         self._said: dict[tuple[PeerId, str], list[tuple[int, Signed]]] = {}
+        self._before: dict[tuple[PeerId, str], list[tuple[int, Signed]]] = {}
 
-    def reset(self) -> None:
-        """A new epoch: what was said in the last one is settled."""
-        self._said.clear()
+    def note(self, author: PeerId, signed: Signed, chain: Chain, epoch: int) -> None:
+        """Take in a checked statement of this epoch; a contradiction goes to `convicted`."""
+        voters = chain.link(epoch - 1).voters
+        caught = self.hear(author, signed, voters[0] if voters else author)
+        if caught is not None:
+            self.convicted.append((author, Equivocation(caught[0], signed), caught[1]))
+
+    def turn(self) -> None:
+        """A new epoch: what was said before the last one is settled."""
+        self._said, self._before = {}, self._said
 
     def hear(self, author: PeerId, signed: Signed, lowest_voter: PeerId) -> tuple[Signed, str] | None:
         """Take in a checked statement; the earlier one that it contradicts, and how, if there is one."""
@@ -84,7 +95,8 @@ class Witness:
         _, body = self._statements.check(signed)
         attempt = getattr(body, "attempt", 0)
         for kind in _AGAINST[signed.kind]:
-            for earlier_attempt, earlier in self._said.get((author, kind), ()):
+            key = (author, kind)
+            for earlier_attempt, earlier in (*self._said.get(key, ()), *self._before.get(key, ())):
                 if kind == signed.kind and earlier_attempt != attempt:
                     continue  # most of what is kept, after many attempts
                 why = contradiction(self._statements, earlier, signed, lowest_voter)

@@ -11,7 +11,7 @@ from typing import Any
 
 from p2p_diloco.config import AgreementConfig, TimeoutConfig
 from p2p_diloco.errors import IllegalTransitionError, ProtocolViolation
-from p2p_diloco.identity import PeerId, show
+from p2p_diloco.identity import PeerId, peer_id_of, show
 from p2p_diloco.proto.acceptor import Acceptor, LogRecord
 from p2p_diloco.proto.archive import Archive
 from p2p_diloco.proto.attendance import Attendance
@@ -35,7 +35,6 @@ from p2p_diloco.wire.messages import (
     MAX_ATTEMPT,
     Abstain,
     Certificate,
-    Equivocation,
     Promise,
     Ready,
     Signed,
@@ -79,10 +78,10 @@ class EpochMachine:
         self.state = "joining"
         self.history: list[str] = []
         self.fetch: tuple[Vote, tuple[PeerId, ...]] | None = None  # wanted by an adopted view
-        self.convicted: list[tuple[PeerId, Equivocation, str]] = []  # for the owner to ban
         self.round_wanted = False  # a local round is to be started
         self.round_salt = 0
         self._witness = Witness(statements)
+        self.convicted = self._witness.convicted  # for the owner to ban
         self.future: list[Signed] = []
         self._reset(0)
 
@@ -98,7 +97,7 @@ class EpochMachine:
         self.archive = Archive()
         if self.acceptor.abstention is not None:  # said in an earlier life
             self.attendance.abstained[self.me] = self.acceptor.abstention
-        self._witness.reset()
+        self._witness.turn()
         self.run.reset()
         self.attempt = 0
         self._viewed = -1  # highest attempt whose view was accepted
@@ -221,10 +220,10 @@ class EpochMachine:
         if body.epoch != self._chain.epoch + 1 or body.previous != self._chain.head.digest:
             if body.epoch == self._chain.epoch + 2 and len(self.future) < 1024:
                 self.future.append(signed)
+            elif body.epoch == self._chain.epoch:
+                self._witness.note(author, signed, self._chain, body.epoch)  # late, but proof all the same
             return []
-        caught = self._witness.hear(author, signed, self._lowest_voter())
-        if caught is not None:
-            self.convicted.append((author, Equivocation(caught[0], signed), caught[1]))
+        self._witness.note(author, signed, self._chain, body.epoch)
         effects = self._take_in(author, signed, body, now_ns)
         if body.epoch == self._chain.epoch + 1:  # it did not decide the epoch
             self.archive.add(author, signed, body)
@@ -248,9 +247,6 @@ class EpochMachine:
         if isinstance(body, Promise):
             return self._on_promise(author, signed, now_ns)
         return self._on_view(signed, now_ns)
-
-    def _lowest_voter(self) -> PeerId:
-        return self._chain.voters[0] if self._chain.voters else self.me
 
     def _after_ready(self, now_ns: int) -> list[Effect]:
         self.attendance.note_ready(self.state, now_ns)
@@ -564,6 +560,8 @@ class EpochMachine:
         """A certificate for the next epoch; raises ProtocolViolation if it is not valid. ``fresh``
         ones are passed on (those of a fetched chain are not)."""
         link = self._chain.append(certificate)
+        for signed in certificate.votes:
+            self._witness.note(peer_id_of(signed.public_key), signed, self._chain, certificate.epoch)
         attempt, ring, view_hash = self.attempt, self.run.ring, certificate.view[0].digest()
         effects: list[Effect] = []
         if fresh:
