@@ -342,8 +342,8 @@ class EpochMachine:
         self._move("view_run", now_ns)
         self._candidate = None
         self._deadline_ns = now_ns + round(self._timeouts.stall_s * _S)
-        assert self._own_ready is not None
-        if view.run_view.plan.readies[place].digest() != self._own_ready.digest():
+        own = self._own_ready  # None if this life has not been READY yet, or sits out
+        if own is None or view.run_view.plan.readies[place].digest() != own.digest():
             return self._fail("the view lists an earlier READY of ours", now_ns)
         absent = [neighbour for neighbour in sorted(beside) if not self._members.usable(neighbour)]
         if absent:

@@ -34,7 +34,7 @@ def seeds(count: int, jobs: int, say: Callable[[str], None]) -> Table:
         struck.update(text.split()[1] for text in result.faults)
         if not result.ok:
             failed += 1
-            table.violations.append(f"seed {result.seed}: {result.text.splitlines()[0]}")
+            table.violations.append(f"seed {result.seed}: {(result.text.splitlines() or [result.rule])[0]}")
         if number % 1000 == 0:
             say(f"{number} seeds, {failed} failed")
     kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(struck.items()))

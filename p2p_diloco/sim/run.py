@@ -11,7 +11,7 @@ import numpy as np
 from p2p_diloco.config import AgreementConfig, CodecConfig, InnerConfig, PeerConfig, RunConfig
 from p2p_diloco.sim.checks import BrokenRuleError, Checker
 from p2p_diloco.sim.faults import Faults, Plan, draw
-from p2p_diloco.sim.world import SimPeer, World
+from p2p_diloco.sim.world import SimPeer, StandstillError, World
 
 _CHUNK_VALUES = 256  # one block of the codec: small sums, real routes
 _HEAL_S = 900.0  # virtual time in which a healed swarm must go on: several capped time-outs
@@ -82,8 +82,8 @@ def run_plan(plan: Plan, seed: int, sabotage: Sabotage | None = None) -> Result:
         result.heal_s = demand_liveness(world, _HEAL_S)
     except BrokenRuleError as broken:
         result.rule, result.text = broken.rule, str(broken)
-    except AssertionError as failed:
-        result.rule, result.text = "liveness", str(failed)
+    except StandstillError as still:
+        result.rule, result.text = "liveness", str(still)
     except Exception:  # noqa: BLE001 - a defect of ours: it is the result
         result.rule, result.text = "crash", traceback.format_exc()
     result.epochs, result.steps = checker.certificates_seen, world.steps

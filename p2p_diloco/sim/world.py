@@ -37,6 +37,10 @@ Flat = np.ndarray[Any, np.dtype[np.float32]]
 DeltaOf = Callable[["SimPeer", int], Flat]
 
 
+class StandstillError(AssertionError):
+    """A simulated swarm did not get where it should within the time."""
+
+
 @dataclass
 class Disk:
     """What survives a kill. `full`: writes are refused. `forgot`: the vote log was lost as a whole. `base`:
@@ -318,11 +322,11 @@ class World:
     # --- time ---
 
     def run_until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
-        """Advance until the condition holds; AssertionError with seed and states if it never does."""
+        """Advance until the condition holds; StandstillError with seed and states if it never does."""
         end = self.now_ns + round(limit_s * _S)
         while not condition():
             if not self._heap or self._heap[0][0] > end:
-                raise AssertionError(f"seed {self.seed}: nothing more to expect\n{self.report()}")
+                raise StandstillError(f"seed {self.seed}: nothing more to expect\n{self.report()}")
             self._step()
 
     def run_for(self, seconds: float) -> None:
