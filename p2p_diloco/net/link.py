@@ -24,6 +24,7 @@ _QUEUE_BYTES = 4 << 20  # control messages waiting for one peer; more means that
 # gossip of a ring that certifies each second need more; this still stops a flood (guess).
 _RATE_PER_S, _BURST = 200.0, 2000.0
 _CLOCK_WARN_S = 30.0  # offset of a peer's clock that is worth a warning (guess)
+_LAST_WORDS_S = 0.25  # how long our reader may still find what came before the end (guess)
 _LANE_IDLE_S = 60.0  # an unused lane is closed after this (guess)
 MAX_INCOMING = 64  # lanes that one peer may open towards us; as many as the config allows to send on
 
@@ -45,6 +46,7 @@ class Link:
         self.control, self.hello = control, hello
         self.peer = control.peer
         self.down = False
+        self._ended = asyncio.Event()
         self.incoming: list[Connection] = []
         self.paused = False  # our own consumer keeps us from reading the control connection
         self.control_bytes = Counters(parent=manager.counters)
@@ -81,6 +83,7 @@ class Link:
 
     def close(self) -> None:
         """Close all connections of this link; nothing more is read, and what waits in the queue is lost."""
+        self._ended.set()
         for task in self._tasks:
             task.cancel()
         self.control.close()
@@ -127,7 +130,16 @@ class Link:
                     await self.control.write(batch)
                 self._queued_bytes -= len(batch)
         except LinkLostError as error:
-            self._manager.drop(self, str(error), "network")
+            await self._end(str(error))
+
+    async def _end(self, reason: str) -> None:
+        """A writer, or a lane, found the other side gone. What that side said before, its good-bye above all,
+        may be unread yet: the reader, which finds the end by itself then, has the last word for a moment."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._ended.wait()
+        except TimeoutError:
+            self._manager.drop(self, reason, "network")
 
     def own_business(self, message: Message) -> bool:
         """Answer what belongs to the link itself; False hands the message on. Raises ProtocolViolation."""
@@ -237,7 +249,7 @@ class Link:
             await connection.write(header.pack())
             await connection.write(payload)
         except LinkLostError as error:
-            self._manager.drop(self, str(error), "network")
+            await self._end(str(error))
             raise
 
     async def _watch_lane(self, lane: _Lane) -> None:
@@ -254,7 +266,7 @@ class Link:
         if not lane.retired and not self.down:
             quiet_s = time.monotonic() - connection.last_sent_s
             if lane.waiting or quiet_s < self._timeouts.stall_s:
-                self._manager.drop(self, "a data lane broke", "network")
+                await self._end("a data lane broke")
         connection.abort()
 
     async def _choose_lane(self) -> _Lane | None:
