@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from support.linkpeers import LinkPeer, eventually, hello_of, peers, raw
 
-from p2p_diloco.errors import DialError, ProtocolViolation, RefusedByPeer
+from p2p_diloco.errors import DialError, LinkLostError, ProtocolViolation, RefusedByPeer
 from p2p_diloco.identity import Identity, show
 from p2p_diloco.net.links import LinkDown, LinkUp, Received
 from p2p_diloco.net.sockets import secure
@@ -45,6 +45,27 @@ async def test_a_dial_makes_one_link_and_messages_go_both_ways_in_order() -> Non
         assert await two.dial(one) == one.peer_id  # the link that is there
         assert one.manager.peers() == [two.peer_id]
         assert len(one.of(LinkUp)) == len(two.of(LinkUp)) == 1
+
+
+async def test_what_the_other_side_said_last_is_heard_although_our_write_fails_before_we_read_it() -> None:
+    async with peers(2) as (one, two):
+        await one.dial(two)
+        await two.until(LinkUp)
+        tried = asyncio.Event()
+
+        async def broken(data: bytes) -> None:
+            tried.set()
+            raise LinkLostError("the connection is closed")
+
+        two.manager._links[one.peer_id].control.write = broken
+        two.manager.send(one.peer_id, GetGenesis(1))
+        await tried.wait()
+        one.manager.send(two.peer_id, GetGenesis(2))
+        [last] = await two.until(Received)
+        assert last.message == GetGenesis(2)
+        [down] = await two.until(LinkDown)
+        assert down.reason == "the connection is closed"
+        assert two.events.index(last) < two.events.index(down)
 
 
 async def test_what_the_consumer_sends_on_link_up_comes_after_the_hello() -> None:

@@ -49,7 +49,7 @@ def epoch(
 def healthy() -> Records:
     """Three peers, a certificate each second; cid was away for epochs 3 and 4 and learned of them later."""
     without = ("ann", "bob")
-    steady = [epoch(n, 1000 * n, who=without if n in (3, 4) else ALL, attempt=n == 3) for n in range(1, 7)]
+    steady = [epoch(n, 1000 * n, who=without if n in (3, 4) else ALL, attempt=int(n == 3)) for n in range(1, 7)]
     late = [{**record, "t_ms": 4900} if record["epoch"] in (3, 4) else record for record in steady]
     notice = {"kind": "notice", "t_ms": 1, "text": "hello"}
     return {"ann": [notice, *steady], "bob": [dict(r, t_ms=r["t_ms"] + 7) for r in steady], "cid": late}
@@ -151,6 +151,31 @@ def test_a_good_run_is_summed_up_and_ends_with_status_0(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "chaos.json").read_text())
     assert [entry["status"] for entry in written["scenarios"]] == ["passed", "skipped"]
     assert written["scenarios"][1]["reason"] == "no root here"
+
+
+def test_the_table_goes_between_the_marks_of_a_page_and_shows_what_failed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- chaos -->\nan old table\n<!-- /chaos -->\nafter\n")
+    kills, pauses = Report("kill_loop"), Report("pauses", failures=["peer1 did not find back"])
+    chaosreport.summarise(kills, [(healthy(), [Fault(2500, ("cid",), "kill")])])
+    chaosreport.summarise(pauses, [(healthy(), [])])
+    console = Console(quiet=True)
+    assert chaos.conclude([kills, pauses], Options(out=tmp_path), console, page) == 1
+    text = page.read_text()
+    assert text.startswith("before\n<!-- chaos -->\n")
+    assert text.endswith("\n<!-- /chaos -->\nafter\n")
+    assert "an old table" not in text
+    assert "| kill_loop | passed | 6 | 0 | 1 | 0.5 | 0.5 | 1.0 | 1 |" in text
+    assert "peer1 did not find back" in text
+
+
+def test_a_page_without_marks_is_refused_before_anything_is_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks here\n")
+    with pytest.raises(SystemExit) as end:
+        chaos.main(["quick", "--out", str(tmp_path / "out"), "--table", str(page)])
+    assert end.value.code == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_diverged_digest_or_a_failed_expectation_or_no_recovery_is_status_1(tmp_path: Path) -> None:
