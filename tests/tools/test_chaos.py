@@ -49,7 +49,9 @@ def epoch(
 def healthy() -> Records:
     """Three peers, a certificate each second; cid was away for epochs 3 and 4 and learned of them later."""
     without = ("ann", "bob")
-    steady = [epoch(n, 1000 * n, who=without if n in (3, 4) else ALL, attempt=int(n == 3)) for n in range(1, 7)]
+    steady = [
+        epoch(n, 1000 * n, who=without if n in (3, 4) else ALL, attempt=int(n == 3)) for n in range(1, 7)
+    ]
     late = [{**record, "t_ms": 4900} if record["epoch"] in (3, 4) else record for record in steady]
     notice = {"kind": "notice", "t_ms": 1, "text": "hello"}
     return {"ann": [notice, *steady], "bob": [dict(r, t_ms=r["t_ms"] + 7) for r in steady], "cid": late}
