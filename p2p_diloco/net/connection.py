@@ -26,6 +26,17 @@ _PIECE_BYTES = 128 << 10
 _BUFFER_BYTES = 256 << 10
 
 
+def abort(writer: asyncio.StreamWriter) -> None:
+    """Drop a connection, whatever state it is in."""
+    try:
+        writer.transport.abort()
+    except AttributeError:
+        # Python 3.11's TLS transport that was closed twice has let go of its protocol (3.12 checks for it):
+        # nothing is left to abort.
+        if not writer.transport.is_closing():
+            raise
+
+
 @dataclass
 class Counters:
     """Bytes on the wire, frame headers included (TLS overhead is not); ``parent`` counts them too."""
@@ -139,7 +150,7 @@ class Connection:
                     await self.writer.drain()
                 return
             except TimeoutError:
-                if self.writer.transport.get_write_buffer_size() >= before:
+                if self.closed or self.writer.transport.get_write_buffer_size() >= before:
                     raise LinkLostError(f"no byte left for {self.stall_s:g} s") from None
 
     async def send(self, message: Message) -> None:
@@ -166,4 +177,4 @@ class Connection:
     def abort(self) -> None:
         """Drop the connection and whatever is buffered."""
         self.closed = True
-        self.writer.transport.abort()
+        abort(self.writer)

@@ -28,7 +28,7 @@ from p2p_diloco.errors import (
     RefusedByPeer,
 )
 from p2p_diloco.identity import Identity, PeerId, show
-from p2p_diloco.net.connection import Connection, Counters
+from p2p_diloco.net.connection import Connection, Counters, abort
 from p2p_diloco.net.link import MAX_INCOMING, Link
 from p2p_diloco.net.sockets import accept_forever, connect, listen, secure
 from p2p_diloco.net.tls import client_context, server_context
@@ -227,7 +227,7 @@ class LinkManager:
         try:
             return Connection(reader, writer, limits, not server_side, self.counters, timeouts.stall_s, gone)
         except ProtocolViolation:
-            writer.transport.abort()
+            abort(writer)
             raise
 
     def _keep(self, connection: Connection) -> None:

@@ -47,6 +47,19 @@ async def test_a_dial_makes_one_link_and_messages_go_both_ways_in_order() -> Non
         assert len(one.of(LinkUp)) == len(two.of(LinkUp)) == 1
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_a_connection_that_was_closed_any_number_of_times_can_still_be_dropped(times: int) -> None:
+    async with peers(2) as (one, two):
+        await one.dial(two)
+        await two.until(LinkUp)
+        connection = two.manager._links[one.peer_id].control
+        for _ in range(times):
+            connection.writer.close()  # the stream's own machinery closes it too, on its way out
+        connection.abort()
+        connection.abort()
+        await one.until(LinkDown)
+
+
 async def test_what_the_other_side_said_last_is_heard_although_our_write_fails_before_we_read_it() -> None:
     async with peers(2) as (one, two):
         await one.dial(two)
