@@ -31,8 +31,8 @@ def abort(writer: asyncio.StreamWriter) -> None:
     try:
         writer.transport.abort()
     except AttributeError:
-        # Python 3.11's TLS transport that was closed twice has let go of its protocol (3.12 checks for it):
-        # nothing is left to abort.
+        # A TLS transport of early Python 3.11 (3.11.2; 3.11.7 checks for it) that was closed twice has let go
+        # of its protocol: nothing is left to abort.
         if not writer.transport.is_closing():
             raise
 
