@@ -273,8 +273,8 @@ def _split(case: tuple[int, int, int]) -> tuple[Split | None, str]:
     return guarded(f"split {case}", work)
 
 
-def partitions(runs: int, jobs: int) -> Table:
-    """5/5 and 6/4, cut at a random instant for a minute."""
+def partitions(runs: int, jobs: int, sides: Sequence[tuple[int, int]] = ((5, 5), (6, 4))) -> Table:
+    """Two sides, cut off from each other at a random instant for a minute."""
     table = Table(
         "Partitions",
         (
@@ -284,7 +284,7 @@ def partitions(runs: int, jobs: int) -> Table:
         note="In 5/5 the side with the lowest id among the voters goes on (exact half, DESIGN section 8); "
         "in 6/4 the six. A second certificate for an epoch would be a violation.",
     )  # fmt: skip
-    for left, right in ((5, 5), (6, 4)):
+    for left, right in sides:
         found = list(in_parallel(_split, [(left, right, seed) for seed in range(runs)], jobs))
         table.violations += [broken for _, broken in found if broken]
         splits = [split for split, _ in found if split is not None]
