@@ -1,4 +1,4 @@
-"""Numerics in threads: numpy and BLAKE3 release the interpreter lock, so the event loop keeps its rhythm."""
+"""Numerics in threads: numpy, torch and BLAKE3 release the interpreter lock, so the loop keeps its rhythm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.numerics.kernels import use_torch
 
 
 class Table(Protocol):
@@ -26,7 +27,7 @@ class Workers:
 
     def __init__(self, table: Table, threads: int, on_crash: Crash) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="numerics")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="numerics", initializer=use_torch)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._table = table
         self._on_crash = on_crash

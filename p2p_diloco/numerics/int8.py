@@ -1,9 +1,9 @@
 """The wire codec: int8 with one fp32 absmax scale per block of 256 values, sums in fp32.
 
 A payload is the blocks' scales (fp32, little-endian) and then the codes (int8, the last block partial).
-Work goes in sub-blocks that fit the cache, through single numpy operations in a fixed order, so every CPU
-and every thread count gives the same bits. Kind ``fp32`` sends the values as they are, for tests of
-exactness; its payload is little-endian fp32.
+Work goes in sub-blocks that fit the cache, through single operations (numpy's, and two of torch's where a
+thread chose them, see `kernels`) in a fixed order, so every CPU and every thread count gives the same bits.
+Kind ``fp32`` sends the values as they are, for tests of exactness; its payload is little-endian fp32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.numerics.kernels import chosen
 from p2p_diloco.numerics.layout import BLOCK
 
 Flat = NDArray[np.float32]
-_SUB: Final = 64 * 1024  # values handled at a time: 256 KiB of fp32, a share of a core's L2 cache
+_SUB: Final = 128 * 1024  # values handled at a time: two arrays of 512 KiB, in a core's L2 cache
 # A scale below the smallest normal number has no finite inverse on all CPUs: such a block becomes zeros.
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
 # One below max/127, which rounds up: 127 times this is finite.
@@ -51,11 +52,12 @@ class ErrorStats:
 
 
 class _Scratch(threading.local):
-    """Per thread: two fp32 work arrays of one sub-block."""
+    """Per thread: two fp32 work arrays of one sub-block, and three of one value per block of it."""
 
     def __init__(self) -> None:
         self.values: Flat = np.empty(_SUB, np.float32)
         self.work: Flat = np.empty(_SUB, np.float32)
+        self.scales, self.inverse, self.spare = np.empty((3, -(-_SUB // BLOCK)), np.float32)
 
 
 _scratch = _Scratch()
@@ -196,13 +198,10 @@ class Codec:
         if piece.size and piece.min() == -128:
             raise ProtocolViolation("payload holds the code -128")
         np.copyto(out, piece, casting="same_kind")
-        whole = piece.size // BLOCK
-        rows = out[: whole * BLOCK].reshape(whole, BLOCK)
         first = start // BLOCK
-        np.multiply(rows, scales[first : first + whole, None], out=rows)
-        rest = out[whole * BLOCK :]
-        if rest.size:
-            np.multiply(rest, scales[first + whole], out=rest)
+        factors = _scratch.scales[: _blocks(piece.size)]
+        np.copyto(factors, scales[first : first + factors.size])  # a payload cannot be written to
+        _scale(out, factors, out)
 
     def _encode_part(self, x: Flat, target: tuple[Any, ...], start: int, stop: int) -> bool:
         """Encode one sub-block into its place; ``x`` is left as it is. False if it is not finite."""
@@ -214,15 +213,13 @@ class Codec:
         if self.kind == "fp32":
             target[0][start:stop] = x
             return True
-        scales = np.minimum(peaks / np.float32(127), _LARGEST_SCALE)
+        scales, inverse = _scratch.scales[: peaks.size], _scratch.inverse[: peaks.size]
+        np.divide(peaks, np.float32(127), out=scales)
+        np.minimum(scales, _LARGEST_SCALE, out=scales)
         scales[scales < _SMALLEST_SCALE] = 0
-        inverse = np.zeros_like(scales)
+        inverse.fill(0)
         np.divide(np.float32(1), scales, out=inverse, where=scales > 0)
-        whole = x.size // BLOCK
-        rows = work[: whole * BLOCK].reshape(whole, BLOCK)
-        np.multiply(x[: whole * BLOCK].reshape(whole, BLOCK), inverse[:whole, None], out=rows)
-        if whole * BLOCK < x.size:
-            np.multiply(x[whole * BLOCK :], inverse[whole], out=work[whole * BLOCK :])
+        _scale(x, inverse, work)
         np.rint(work, out=work)
         first = start // BLOCK
         target[0][first : first + scales.size] = scales
@@ -242,10 +239,21 @@ def _blocks(values: int) -> int:
 
 
 def _peaks(magnitudes: Flat) -> Flat:
-    """Largest magnitude of each block (NaN if it has one); the last block may be partial."""
+    """Largest magnitude of each block (NaN if it has one); the last block may be partial. The result is good
+    until the thread's next call."""
     whole = magnitudes.size // BLOCK
-    peaks = np.empty(_blocks(magnitudes.size), np.float32)
-    np.max(magnitudes[: whole * BLOCK].reshape(whole, BLOCK), axis=1, out=peaks[:whole])
+    blocks = _blocks(magnitudes.size)
+    peaks = _scratch.spare[:blocks] if blocks <= _scratch.spare.size else np.empty(blocks, np.float32)
+    chosen().peaks(magnitudes[: whole * BLOCK].reshape(whole, BLOCK), peaks[:whole])
     if whole < peaks.size:
         peaks[whole] = magnitudes[whole * BLOCK :].max()
     return peaks
+
+
+def _scale(x: Flat, factors: Flat, out: Flat) -> None:
+    """Each block of ``x`` times its factor; the last block may be partial, ``out`` may be ``x``."""
+    whole = x.size // BLOCK
+    rows, target = x[: whole * BLOCK].reshape(whole, BLOCK), out[: whole * BLOCK].reshape(whole, BLOCK)
+    chosen().scale(rows, factors[:whole], target)
+    if whole < factors.size:
+        np.multiply(x[whole * BLOCK :], factors[whole], out=out[whole * BLOCK :])
