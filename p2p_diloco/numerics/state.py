@@ -30,6 +30,8 @@ _SUB: Final = 64 * 1024  # values of one pass of the outer step; its arrays stay
 # No sum of 2^7 peers' deltas under this bound, each times a weight of at most 2^40, overflows fp32; so who
 # meets an overflow in a ring knows that it is not an honest neighbour's doing.
 LARGEST_DELTA: Final = np.float32(2.0**80)
+_SAFE_SQUARES: Final = 1e-20  # above it, what single squares lost to underflow does not show
+_LARGEST: Final = np.finfo(np.float32).max
 _DRAIN_S: Final = 30.0  # a reader or writer holds one chunk, so for milliseconds
 
 
@@ -85,6 +87,21 @@ class Applied:
     leaf: bytes
     payload_hash: bytes
     finite: bool
+
+
+def _within(x: Flat, bound: np.float32) -> bool:
+    """True if no value is NaN or beyond ``bound``: two reductions, and no array of answers."""
+    return not x.size or bool(x.max() <= bound and x.min() >= -bound)
+
+
+def _sum_squares(x: Flat, scratch: Flat) -> float:
+    """Sum of squares in fp32, pairwise; in fp64 where that overflows or loses everything. For people only."""
+    with np.errstate(over="ignore", under="ignore"):
+        squares = np.multiply(x, x, out=scratch[: x.size])
+        total = float(squares.sum())
+    if np.isfinite(total) and total > _SAFE_SQUARES:
+        return total
+    return float(np.square(x, dtype=np.float64).sum())
 
 
 @dataclass
@@ -157,12 +174,13 @@ class FlatState:
         """Look at one chunk of the delta before it is offered to others."""
         start, stop = self.layout.bounds(chunk)
         squares = 0.0
+        scratch = np.empty(min(_SUB, stop - start), np.float32)
         for low in range(start, stop, _SUB):
             part = self.buffers.delta[low : min(low + _SUB, stop)]
-            good = np.abs(part) <= LARGEST_DELTA  # False for NaN as well
-            if not good.all():
+            if not _within(part, LARGEST_DELTA):
+                good = np.abs(part) <= LARGEST_DELTA  # False for NaN as well
                 return DeltaCheck(False, low + int(np.argmin(good)), 0.0, b"")
-            squares += float(np.square(part, dtype=np.float64).sum())
+            squares += _sum_squares(part, scratch)
         return DeltaCheck(True, -1, squares, leaf_hash(chunk, self._delta(chunk)))
 
     def first(self, chunk: int, weight: int) -> bytes:
@@ -235,7 +253,7 @@ class FlatState:
                         target.momentum[low:high],
                         scratch,
                     )
-                    finite = finite and bool(np.isfinite(new).all())
+                    finite = finite and _within(new, _LARGEST)
             leaf = target.leaves[chunk] = self._leaf(target, chunk)
         return Applied(leaf, leaf_hash(chunk, payload), finite)
 
