@@ -22,7 +22,7 @@ BLOCK: Final = 256  # values under one scale (DESIGN 2)
 _LARGEST_CHUNK: Final = 1 << 20  # DESIGN 2
 # Below this a hop costs more than its bytes (5 peers, 10^6 values, 2 cores: 0.6 s an epoch; 4096: 2.4 s).
 _SMALLEST_CHUNK: Final = 16_384
-_WANTED_CHUNKS: Final = 256  # "some hundreds" (DESIGN 2)
+_WANTED_CHUNKS: Final = 96  # 4 peers, 25 million values: 256 chunks took twice as long (docs/PERFORMANCE.md)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Layout:
 
     @classmethod
     def choose(cls, total_values: int, configured: int = 0) -> Layout:
-        """``configured`` values a chunk, or (0) 2^20 and less for models with under some hundreds of them."""
+        """``configured`` values a chunk, or (0) 2^20 and less for models with under about a hundred of them."""
         if configured:
             return cls(total_values, configured)
         wanted = -(-total_values // _WANTED_CHUNKS)
