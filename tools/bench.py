@@ -27,7 +27,9 @@ from bench_runs import BenchError, Place, Result, gloo, hivemind, ours
 from wan import Wan, WanError, unavailable
 from wan_scenario import ScenarioError, load
 
+from p2p_diloco.identity import PeerId
 from p2p_diloco.numerics.layout import Layout
+from p2p_diloco.proto.speed import fastest_order
 from p2p_diloco.sim.tables import put_between
 
 MB = 1e6
@@ -77,10 +79,11 @@ def command_error(options: argparse.Namespace) -> tuple[str, Any]:
     return f"{head}\n\n{table(columns, rows)}", found
 
 
-def compared(place: Place, options: argparse.Namespace) -> list[Result]:
-    """Ours and the others in turn, ``rounds`` times; who cannot run is named once and left out."""
+def compared(place: Place, options: argparse.Namespace, **config: Any) -> list[Result]:
+    """Ours (with this config) and the others in turn, ``rounds`` times; who cannot run is named once and left
+    out."""
     epochs, values = options.epochs, options.values
-    runs: dict[str, Callable[[], Result]] = {"p2p_diloco": lambda: ours(place, values, epochs)}
+    runs: dict[str, Callable[[], Result]] = {"p2p_diloco": lambda: ours(place, values, epochs, **config)}
     if not options.alone:
         runs["gloo fp32"] = lambda: gloo(place, values, epochs)
     for compression in ("none", "fp16", "uniform8") if options.hivemind else ():
@@ -142,14 +145,18 @@ def command_loopback(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def slowest_bits_per_s(wan: Wan) -> float:
-    """The slowest way that any ring over all peers must use: the slowest peer's best one, in or out."""
+    """The slowest edge of the best ring over all peers (two ends share none of its links: found exactly up to
+    ten peers, nearly above)."""
     scenario, count = wan.scenario, len(wan.addresses)
-    best = []
-    for a in range(count):
-        out = [scenario.path_bits_per_s(a, b) or float("inf") for b in range(count) if b != a]
-        into = [scenario.path_bits_per_s(b, a) or float("inf") for b in range(count) if b != a]
-        best += [max(out), max(into)]
-    return min(best)
+    peers = tuple(PeerId(bytes([peer]) * 32) for peer in range(count))
+    rates = {
+        (peers[a], peers[b]): round((scenario.path_bits_per_s(a, b) or 1e12) / 1e3)
+        for a in range(count)
+        for b in range(count)
+        if a != b
+    }
+    order = fastest_order(peers, rates, frozenset())
+    return 1e3 * min(rates[edge] for edge in zip(order, [*order[1:], order[0]], strict=True))
 
 
 def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
@@ -160,7 +167,7 @@ def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
     for name in options.scenario:
         scenario = load(name, options.scale)
         with Wan(scenario) as wan:
-            results = compared(Place(len(scenario.peers), wan), options)
+            results = compared(Place(len(scenario.peers), wan), options, first=options.first)
             line = slowest_bits_per_s(wan)
         for result in results:
             share = 8 * result.sent_bytes / result.round_s / line if result.sent_bytes else 0.0
@@ -179,7 +186,8 @@ def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
     columns = ("scenario", *COLUMNS[:5], "slowest line Mbit/s", "share of it")
     head = (
         f"{options.values:,} fp32 values; rates of each scenario divided by its scale. The line is the "
-        "slowest that a ring over all peers must use; the share counts the bytes that one peer sends."
+        "slowest edge of the best ring; the share counts the bytes that one peer sends. Ours counts from "
+        f"epoch {options.first + 1} on, when it knows its links."
     )
     return f"{head}\n\n{table(columns, rows)}", found
 
@@ -197,6 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "wan":
             each.add_argument("scenario", nargs="+", help="names from tools/wan/, or files")
             each.add_argument("--scale", type=float, help="instead of the scenario's own")
+            each.add_argument(
+                "--first", type=int, default=8, help="epochs before ours count: rates get known"
+            )
         if name in ("loopback", "wan"):
             each.add_argument("--peers", type=int, default=4, help="loopback only")
             each.add_argument("--epochs", type=int, default=5, help="counted in each run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_diloco.errors import LinkLostError, ProtocolViolation
@@ -73,6 +74,7 @@ class Connection:
     last_received_s: float = field(default_factory=time.monotonic)
     last_sent_s: float = field(default_factory=time.monotonic)
     closed: bool = False
+    on_sent: Callable[[int], None] | None = None  # told of what left
 
     def __post_init__(self) -> None:
         ssl_object: ssl.SSLObject | None = self.writer.get_extra_info("ssl_object")
@@ -135,6 +137,8 @@ class Connection:
                 self.writer.write(piece)
                 await self._drain()
                 self.counters.add(len(piece), 0)
+                if self.on_sent is not None:
+                    self.on_sent(len(piece))
                 self.last_sent_s = time.monotonic()
         except (OSError, RuntimeError) as error:  # RuntimeError: uvloop's word for a closed transport
             raise LinkLostError(f"connection broken: {error}") from None

@@ -288,6 +288,8 @@ class Driver:
 
     def _metric(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "epoch":
+            for peer, kbit_per_s in self.links.take_rates().items():
+                self.feed(ev.RateMeasured(peer, kbit_per_s))
             sent, received = self.links.totals()
             before = self.bytes_at_epoch
             self.bytes_at_epoch = (sent, received)

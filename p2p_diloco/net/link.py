@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from p2p_diloco.errors import LinkLostError, ProtocolViolation
 from p2p_diloco.identity import show
 from p2p_diloco.net.connection import Connection, Counters
+from p2p_diloco.net.rates import RateMeter
 from p2p_diloco.wire.framing import DataHeader, pack_message
 from p2p_diloco.wire.messages import Hello, Message, Ping, Pong, Refuse
 
@@ -51,6 +52,7 @@ class Link:
         self.paused = False  # our own consumer keeps us from reading the control connection
         self.control_bytes = Counters(parent=manager.counters)
         self.data_bytes = Counters(parent=manager.counters)
+        self.meter = RateMeter()
         control.counters = self.control_bytes
         self.rtt_s: float | None = None
         self.offset_s: float | None = None
@@ -216,6 +218,13 @@ class Link:
 
         Cancelled in the middle of a frame it closes that connection, which would be of no use any more.
         """
+        self.meter.begin()
+        try:
+            await self._send_on_some_lane(header, payload)
+        finally:
+            self.meter.end()
+
+    async def _send_on_some_lane(self, header: DataHeader, payload: bytes) -> None:
         while True:
             lane = await self._choose_lane()
             if lane is None:
@@ -278,6 +287,7 @@ class Link:
                     connection = await self._manager.open_lane(self)
                     if connection is not None:
                         connection.counters = self.data_bytes
+                        connection.on_sent = self.meter.sent
                         lane = _Lane(connection)
                         self._lanes.append(lane)
                         watch = self._watch_lane(lane)

@@ -569,6 +569,11 @@ class LinkManager:
             for peer, link in sorted(self._links.items())
         }
 
+    def take_rates(self) -> dict[PeerId, int]:
+        """kbit/s of the links that held us up since the last call (`RateMeter`)."""
+        found = {peer: link.meter.take_kbit_per_s() for peer, link in sorted(self._links.items())}
+        return {peer: rate for peer, rate in found.items() if rate}
+
     def clock_offset_s(self, peer: PeerId) -> float | None:
         """How far the peer's clock is ahead of ours, as last measured; only ever shown."""
         link = self._links.get(peer)

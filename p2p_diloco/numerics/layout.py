@@ -154,7 +154,7 @@ class Layout:
 
     @classmethod
     def choose(cls, total_values: int, configured: int = 0) -> Layout:
-        """``configured`` values a chunk, or (0) 2^20 and less for models with under about a hundred of them."""
+        """``configured`` values a chunk, or (0) 2^20, less for models that would have under a hundred."""
         if configured:
             return cls(total_values, configured)
         wanted = -(-total_values // _WANTED_CHUNKS)

@@ -13,6 +13,7 @@ from p2p_diloco.proto.events import Effect, Notice
 from p2p_diloco.proto.membership import Membership
 from p2p_diloco.proto.order import ring_order
 from p2p_diloco.proto.plans import choose_reuse
+from p2p_diloco.proto.speed import fastest_order
 from p2p_diloco.wire.messages import View
 
 _PROMISE_WAIT_NS = 1_000_000_000  # a convener's patience for promises beyond the quorum (guess)
@@ -67,6 +68,8 @@ class Convening:
             bad |= {frozenset((peer, PeerId(other))) for other in promises[peer].unreachable if other != peer}
         here = self._attendance.ring_candidates()
         order = ring_order(here, frozenset(bad), frozenset(self._chain.voters))
+        last = self._chain.head.contributors
+        order = fastest_order(order, self._members.rates(), frozenset(bad), last)
         out = [show(peer) for peer in here if peer not in order]
         if not out:
             return order, []

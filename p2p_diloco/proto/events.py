@@ -51,6 +51,14 @@ class LaneFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RateMeasured:
+    """How fast data went to this peer while its link was what held us up."""
+
+    peer: PeerId
+    kbit_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     peer: PeerId
     message: Message
@@ -121,8 +129,8 @@ class LeaveRequested:
 
 
 Event = (
-    Tick | LinkUp | LinkDown | DialFailed | LaneFailed | Received | FrameIn | ComputeDone | Persisted
-    | RoundDone | RoundProgress | TrainerLost | TrainerBack | LeaveRequested
+    Tick | LinkUp | LinkDown | DialFailed | LaneFailed | RateMeasured | Received | FrameIn | ComputeDone
+    | Persisted | RoundDone | RoundProgress | TrainerLost | TrainerBack | LeaveRequested
 )  # fmt: skip
 
 # --- effects ---

@@ -30,8 +30,10 @@ from p2p_diloco.proto.order import Edge
 from p2p_diloco.proto.statements import Statements
 from p2p_diloco.wire.addresses import is_dialable
 from p2p_diloco.wire.messages import (
+    MAX_RATES,
     MAX_UNREACHABLE,
     Ack,
+    EdgeRate,
     Gossip,
     MemberRecord,
     Probe,
@@ -47,6 +49,7 @@ _DIAL_FIRST_NS, _DIAL_CAP_NS = _S // 2, 30 * _S  # back-off between dials (guess
 LINK_WAIT_NS = 3 * _S  # how long others wait for a first link to come up (guess)
 _HEALTH_CAP = 8  # Lifeguard's local health multiplier ends at 8
 _EDGE_BAD_NS = 60 * _S  # how long a lane that failed keeps two peers apart in rings (guess)
+_RATE_EPOCHS = 50  # a rate that no later epoch confirmed is forgotten: its edge is tried again (guess)
 _LIVES = 1000  # incarnations of one life: room for its refutations
 _NEWS_BYTES = 24 << 10  # records in one gossip message; leaves room within a control frame
 
@@ -67,6 +70,7 @@ class Member:
     life: int = 0
     progress: Progress | None = None
     unreachable: tuple[PeerId, ...] = ()  # to whom it has no working link
+    rates: dict[PeerId, int] = field(default_factory=dict)  # how fast it sends to whom, kbit/s
     edge_bad_until_ns: int = 0  # our own link to it failed under data
     banned: bool = False  # it contradicted itself, provably
     dial_next_ns: int = 0
@@ -107,6 +111,7 @@ class Membership:
         self._left = False
         self.progress = Progress(0, bytes(32), "joining", 0, 0, math.nan, 0.0)
         self._health = 0
+        self._rates: dict[PeerId, tuple[int, int]] = {}  # kbit/s to this peer, and the epoch that showed it
         self._order: list[PeerId] = []
         self._pending: _Pending | None = None
         self._relayed: dict[int, tuple[PeerId, int, int]] = {}  # our nonce -> asker, its nonce, expiry
@@ -174,6 +179,24 @@ class Membership:
         member = self.members.get(peer)
         if member is not None:
             member.edge_bad_until_ns = now_ns + _EDGE_BAD_NS
+
+    def note_rate(self, peer: PeerId, kbit_per_s: int) -> None:
+        """We measured how fast we send to this peer; the newest `MAX_RATES` are kept."""
+        self._rates.pop(peer, None)
+        self._rates[peer] = (max(1, kbit_per_s), self.progress.epoch)
+        while len(self._rates) > MAX_RATES:
+            del self._rates[next(iter(self._rates))]
+
+    def rates(self) -> dict[tuple[PeerId, PeerId], int]:
+        """What is known of how fast peers send to each other, kbit/s by (sender, receiver)."""
+        found = {(self.me, peer): rate for peer, rate in self._fresh_rates()}
+        for peer, member in self.members.items():
+            found.update({(peer, other): rate for other, rate in member.rates.items()})
+        return found
+
+    def _fresh_rates(self) -> list[tuple[PeerId, int]]:
+        oldest = self.progress.epoch - _RATE_EPOCHS
+        return [(peer, rate) for peer, (rate, epoch) in self._rates.items() if epoch >= oldest]
 
     def life_of(self, peer: PeerId) -> int:
         """How often this peer has started, as far as we know."""
@@ -290,7 +313,8 @@ class Membership:
         return [Send(peer, Gossip(self.progress, (self._own,), ())) for peer in self.linked_peers()]
 
     def _news(self, records: Iterable[Signed], rumours: Iterable[Rumour], now_ns: int) -> Gossip:
-        return Gossip(self.progress, tuple(records), tuple(rumours), self.unreachable(now_ns))
+        rates = tuple(EdgeRate(peer, rate) for peer, rate in self._fresh_rates())
+        return Gossip(self.progress, tuple(records), tuple(rumours), self.unreachable(now_ns), rates)
 
     def on_gossip(self, peer: PeerId, message: Gossip, now_ns: int) -> list[Effect]:
         """Take in news; raises ProtocolViolation if a record is wrongly signed."""
@@ -299,6 +323,7 @@ class Membership:
         if member is not None:
             member.progress = message.progress
             member.unreachable = tuple(PeerId(other) for other in message.unreachable)
+            member.rates = {PeerId(edge.peer): edge.kbit_per_s for edge in message.rates}
         for signed in message.records:
             effects += self._on_record(signed, now_ns)
         for rumour in message.rumours:

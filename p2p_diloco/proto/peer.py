@@ -176,6 +176,9 @@ class PeerMachine:
 
     def _on_local(self, event: Event, now_ns: int) -> list[Effect]:
         match event:
+            case ev.RateMeasured(peer=peer, kbit_per_s=rate):
+                self.members.note_rate(peer, rate)
+                return []
             case ev.RoundProgress(epoch=epoch) if epoch == self._training_epoch:
                 self._step, self._steps = event.step, event.steps
                 self._loss, self._tokens_per_s = event.loss, event.tokens_per_s

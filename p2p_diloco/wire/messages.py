@@ -40,6 +40,7 @@ MAX_ATTEMPT: Final = 1 << 20
 MAX_REUSE: Final = 4  # earlier attempts whose chunks a view may reuse
 MAX_BITMAP: Final = 8 << 10  # 65,536 chunks: 69 billion values in chunks of 2^20
 MAX_UNREACHABLE: Final = 32
+MAX_RATES: Final = 64  # edges whose speed one peer gossips
 ZERO: Final = bytes(32)
 REFUSALS: Final = (
     "protocol", "run", "schema", "config", "full", "key", "self", "lane", "bootstrap", "duplicate",
@@ -264,13 +265,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class EdgeRate:
+    """What the sender of this could send to ``peer`` when it was the link that held it up."""
+
+    peer: bytes = blob(32)
+    kbit_per_s: int = integer(1, _U32)
+
+
+@dataclass(frozen=True, slots=True)
 class Gossip:
-    """Periodic state of the sender, news about members, and the peers to which it has no working link."""
+    """Periodic state of the sender, news about members, the peers to which it has no working link, and
+    how fast its links are."""
 
     progress: Progress = nested(Progress)
     records: tuple[Signed, ...] = many(_SIGNED, MAX_MEMBERS)
     rumours: tuple[Rumour, ...] = many(object_spec(Rumour), MAX_MEMBERS)
     unreachable: tuple[bytes, ...] = many(_PEER, MAX_UNREACHABLE, default=())
+    rates: tuple[EdgeRate, ...] = many(object_spec(EdgeRate), MAX_RATES, default=())
 
 
 @dataclass(frozen=True, slots=True)
