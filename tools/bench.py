@@ -4,6 +4,7 @@
     python tools/bench.py error                  what the mean loses: ring, direct, and whole-tensor 6 sigma
     python tools/bench.py loopback               4 peers x 25 million fp32 against gloo (and hivemind)
     python tools/bench.py wan SCENARIO ...       the same on emulated links (tools/wan.py; needs root)
+    python tools/bench.py order SCENARIO ...     how rings get faster as the swarm learns its links
 
 Each prints a table; --json FILE also writes the figures, --page FILE puts the table between its marks there.
 hivemind needs an environment of its own (it does not work with numpy 2.4): name its interpreter with
@@ -28,6 +29,7 @@ from wan import Wan, WanError, unavailable
 from wan_scenario import ScenarioError, load
 
 from p2p_diloco.identity import PeerId
+from p2p_diloco.numerics.int8 import Codec
 from p2p_diloco.numerics.layout import Layout
 from p2p_diloco.proto.speed import fastest_order
 from p2p_diloco.sim.tables import put_between
@@ -192,23 +194,46 @@ def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
     return f"{head}\n\n{table(columns, rows)}", found
 
 
+def command_order(options: argparse.Namespace) -> tuple[str, Any]:
+    reason = unavailable()
+    if reason:
+        raise WanError(reason)
+    found, rows = [], []
+    for name in options.scenario:
+        scenario = load(name, options.scale)
+        with Wan(scenario) as wan:
+            place = Place(len(scenario.peers), wan)
+            result = ours(place, options.values, options.epochs, first=0)
+            line = slowest_bits_per_s(wan)
+        sends = 2 * (place.peers - 1) / place.peers * Codec("int8").payload_bytes(options.values)
+        times = " ".join(f"{took:.1f}" for took in result.rounds_s)
+        rows.append((f"{name}, {place.peers} peers", times, f"{8 * sends / line:.1f}"))
+        found.append({"scenario": name, "line_bits_per_s": line, **asdict(result)})
+    columns = ("scenario", "round s, epoch by epoch", "bytes over the slowest edge of the best ring, s")
+    head = (
+        f"{options.values:,} fp32 values. The first ring is ordered by id; each later one by what was measured "
+        "until then."
+    )
+    return f"{head}\n\n{table(columns, rows)}", found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("codec", "error", "loopback", "wan"):
+    for name in ("codec", "error", "loopback", "wan", "order"):
         each = commands.add_parser(name)
         each.add_argument("--json", default="", help="write the figures here")
         each.add_argument("--page", default="", help="put the table between its marks in this file")
         each.add_argument("--values", type=int, default=25_000_000, help="fp32 values")
-        if name == "wan":
+        if name in ("wan", "order"):
             each.add_argument("scenario", nargs="+", help="names from tools/wan/, or files")
             each.add_argument("--scale", type=float, help="instead of the scenario's own")
             each.add_argument(
                 "--first", type=int, default=8, help="epochs before ours count: rates get known"
             )
-        if name in ("loopback", "wan"):
+        if name in ("loopback", "wan", "order"):
             each.add_argument("--peers", type=int, default=4, help="loopback only")
             each.add_argument("--epochs", type=int, default=5, help="counted in each run")
             each.add_argument("--rounds", type=int, default=2, help="how often all are run, in turn")

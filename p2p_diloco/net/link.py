@@ -12,7 +12,7 @@ from p2p_diloco.errors import LinkLostError, ProtocolViolation
 from p2p_diloco.identity import show
 from p2p_diloco.net.connection import Connection, Counters
 from p2p_diloco.net.rates import RateMeter
-from p2p_diloco.wire.framing import DataHeader, pack_message
+from p2p_diloco.wire.framing import KINDS, DataHeader, pack_message
 from p2p_diloco.wire.messages import Hello, Message, Ping, Pong, Refuse
 
 if TYPE_CHECKING:
@@ -218,6 +218,9 @@ class Link:
 
         Cancelled in the middle of a frame it closes that connection, which would be of no use any more.
         """
+        if KINDS[header.kind] == "state":  # several joiners share what we can send: that is no link's speed
+            await self._send_on_some_lane(header, payload)
+            return
         self.meter.begin()
         try:
             await self._send_on_some_lane(header, payload)

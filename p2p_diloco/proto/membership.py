@@ -182,8 +182,9 @@ class Membership:
 
     def note_rate(self, peer: PeerId, kbit_per_s: int) -> None:
         """We measured how fast we send to this peer; the newest `MAX_RATES` are kept."""
-        self._rates.pop(peer, None)
-        self._rates[peer] = (max(1, kbit_per_s), self.progress.epoch)
+        before, _ = self._rates.pop(peer, (0, 0))
+        # A slow round can have many reasons: down by halves, up at once.
+        self._rates[peer] = (max(1, kbit_per_s, (kbit_per_s + before) // 2), self.progress.epoch)
         while len(self._rates) > MAX_RATES:
             del self._rates[next(iter(self._rates))]
 

@@ -24,7 +24,7 @@ _STARTS = 8  # greedy orders that the heuristic begins with
 _FAST = 1 << 40  # of an edge that was never slow
 # The last order stays if the best one is not faster by this factor: rates that were measured differ from day
 # to day by some percent, and another ring has other unknown edges (guess).
-HYSTERESIS = 1.3
+HYSTERESIS = 1.2
 
 
 def fastest_order(

@@ -52,14 +52,14 @@ def test_a_link_that_is_never_busy_for_long_has_no_rate() -> None:
     assert meter.take_kbit_per_s() == 0
 
 
-def test_one_odd_window_does_not_change_the_verdict() -> None:
+def test_a_slow_start_does_not_speak_for_a_link_and_one_odd_window_neither() -> None:
     clock = Clock()
     meter = RateMeter(clock)
-    send(meter, clock, 1_250_000, 2.0)
-    clock.now_s += 0.5
-    send(meter, clock, 12_500, 1.5, piece=1250)
-    clock.now_s += 0.5
-    send(meter, clock, 1_250_000, 2.0)
+    for share in (0.1, 0.2, 0.4, 0.7):
+        send(meter, clock, 1_250_000 * share, 0.3, piece=1250)
+    send(meter, clock, 1_250_000, 3.0)
+    clock.now_s += 1.0
+    send(meter, clock, 5_000_000, 0.6)
     assert meter.take_kbit_per_s() == pytest.approx(10_000, rel=0.05)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.statements import identities
 
 from p2p_diloco.config import GossipConfig
 from p2p_diloco.errors import ProtocolViolation
+from p2p_diloco.identity import PeerId
 from p2p_diloco.proto.events import Close, Dial, Send
 from p2p_diloco.proto.membership import LINK_WAIT_NS, Membership
 from p2p_diloco.proto.statements import Statements
@@ -336,3 +338,22 @@ def test_a_probe_that_was_under_way_while_we_slept_does_not_fail() -> None:
     assert a.members[b.me].status == "alive"
     a.on_ack(b.me, msg.Ack(asked[0].message.nonce, b.me), 110 * S)
     assert a._pending is None
+
+
+def test_rates_that_peers_measured_are_gossiped_smoothed_and_forgotten_in_time() -> None:
+    a, b = member(0), member(1)
+    link(a, b)
+    a.note_rate(b.me, 1000)
+    a.note_rate(b.me, 500)
+    assert a.rates() == {(a.me, b.me): 750}, "down by halves"
+    a.note_rate(b.me, 2000)
+    assert a.rates() == {(a.me, b.me): 2000}, "up at once"
+    message = msg.decode(msg.encode(a._news((), (), 0)))
+    assert isinstance(message, msg.Gossip)
+    b.on_gossip(a.me, message, 0)
+    assert b.rates() == {(a.me, b.me): 2000}
+    a.progress = dataclasses.replace(a.progress, epoch=51)
+    assert a.rates() == {}
+    for number in range(100):
+        a.note_rate(PeerId(bytes([number]) * 32), 10)
+    assert len(a.rates()) == msg.MAX_RATES

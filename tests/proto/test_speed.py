@@ -94,8 +94,8 @@ def test_the_last_order_stays_until_another_is_clearly_faster() -> None:
     rates = {edge: 100 for edge in itertools.permutations(here, 2)}
     last = (here[0], here[3], here[1], here[4], here[2])
     assert fastest_order(here, rates, frozenset(), last) == last
-    rates[last[0], last[1]] = 80
-    assert fastest_order(here, rates, frozenset(), last) == last, "a fifth is no reason to change"
+    rates[last[0], last[1]] = 85
+    assert fastest_order(here, rates, frozenset(), last) == last, "a sixth is no reason to change"
     rates[last[0], last[1]] = 70
     changed = fastest_order(here, rates, frozenset(), last)
     assert slowest(changed, rates) == 100
