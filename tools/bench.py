@@ -211,8 +211,8 @@ def command_order(options: argparse.Namespace) -> tuple[str, Any]:
         found.append({"scenario": name, "line_bits_per_s": line, **asdict(result)})
     columns = ("scenario", "round s, epoch by epoch", "bytes over the slowest edge of the best ring, s")
     head = (
-        f"{options.values:,} fp32 values. The first ring is ordered by id; each later one by what was measured "
-        "until then."
+        f"{options.values:,} fp32 values. The first ring is ordered by id; each later one by what was "
+        "measured until then."
     )
     return f"{head}\n\n{table(columns, rows)}", found
 
