@@ -2,6 +2,7 @@
 
     python tools/bench.py codec                  kernels in GB/s, numpy's and torch's loops
     python tools/bench.py error                  what the mean loses: ring, direct, and whole-tensor 6 sigma
+    python tools/bench.py loop                   how late the event loop is while workers quantise
     python tools/bench.py loopback               4 peers x 25 million fp32 against gloo (and hivemind)
     python tools/bench.py wan SCENARIO ...       the same on emulated links (tools/wan.py; needs root)
     python tools/bench.py order SCENARIO ...     how rings get faster as the swarm learns its links
@@ -14,9 +15,11 @@ hivemind needs an environment of its own (it does not work with numpy 2.4): name
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -79,6 +82,19 @@ def command_error(options: argparse.Namespace) -> tuple[str, Any]:
     columns = ("deltas", "peers", "ring", "direct", "6 sigma, whole tensor", "6 sigma to ring")
     head = "Relative error of the mean of one round (root of lost over whole energy), independent deltas."
     return f"{head}\n\n{table(columns, rows)}", found
+
+
+def command_loop(options: argparse.Namespace) -> tuple[str, Any]:
+    found: dict[str, list[float]] = {}
+    for threads in (0, 1, 2):
+        name = f"{threads} workers quantise 1 GB" if threads else "nothing to do"
+        found[name] = asyncio.run(numbers.loop_lateness_ms(10**9, max(1, threads), threads > 0))
+    rows = []
+    for name, late in found.items():
+        cuts = statistics.quantiles(late, n=100)
+        rows.append((name, str(len(late)), f"{cuts[49]:.2f}", f"{cuts[98]:.2f}", f"{max(late):.2f}"))
+    columns = ("meanwhile", "times asked", "late by ms, median", "p99", "most")
+    return f"An event loop that wants to wake up every 5 ms.\n\n{table(columns, rows)}", found
 
 
 def compared(place: Place, options: argparse.Namespace, **config: Any) -> list[Result]:
@@ -222,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("codec", "error", "loopback", "wan", "order"):
+    for name in ("codec", "error", "loop", "loopback", "wan", "order"):
         each = commands.add_parser(name)
         each.add_argument("--json", default="", help="write the figures here")
         each.add_argument("--page", default="", help="put the table between its marks in this file")

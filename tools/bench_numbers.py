@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from p2p_diloco.net.workers import Workers
 from p2p_diloco.numerics import kernels
 from p2p_diloco.numerics.int8 import Codec
-from p2p_diloco.numerics.layout import BLOCK, Layout
+from p2p_diloco.numerics.layout import BLOCK, Layout, Schema
 from p2p_diloco.numerics.state import FlatState, StateBuffers
+from p2p_diloco.numerics.work import WorkTable
 
 Flat = NDArray[np.float32]
 TIMES = 5
@@ -68,6 +71,38 @@ def kernel_rates(values: int, chunk_values: int) -> dict[str, float]:
         "outer step (and hash)": lambda: [state.apply_chunk(c, payloads[c]) for c in chunks],
     }
     return {name: gigabytes_per_s(nbytes, each) for name, each in work.items()}
+
+
+# --- the event loop meanwhile ---
+
+
+async def loop_lateness_ms(nbytes: int, threads: int, busy: bool) -> list[float]:
+    """How late an event loop is, asked every 5 ms, while workers run hops over ``nbytes`` of fp32 (or, not
+    ``busy``, for a second): the loop that gossips and answers probes must keep its rhythm."""
+    values = 1 << 20
+    layout = Layout(values, values)
+    state = FlatState(layout, Codec("int8"), 0.7, 0.9, StateBuffers.allocate(values))
+    state.buffers.delta[:] = np.random.default_rng(0).standard_normal(values, np.float32)
+    payload, waiting = state.first(0, 1), nbytes // (4 * values) if busy else 0
+    workers = Workers(WorkTable(state, Schema(())), threads, lambda error: None)
+    warm = asyncio.Event()
+    workers.submit("hop", (0, 1, payload), lambda result, error: warm.set())  # imports torch
+    await warm.wait()
+    late: list[float] = []
+
+    def done(result: object, error: str) -> None:
+        nonlocal waiting
+        waiting -= 1
+
+    for _ in range(waiting):
+        workers.submit("hop", (0, 1, payload), done)
+    end_s = time.monotonic() + 1.0
+    while waiting > 0 or (not busy and time.monotonic() < end_s):
+        before_s = time.monotonic()
+        await asyncio.sleep(0.005)
+        late.append(1e3 * (time.monotonic() - before_s - 0.005))
+    await workers.close()
+    return late
 
 
 # --- what the mean loses ---

@@ -252,3 +252,16 @@ def test_in_a_ring_of_three_a_bad_edge_leaves_out_one_peer_that_follows_all_the_
     height = swarm.height
     swarm.settle(height + 3)
     assert len(contributors(swarm.checker.links[height + 3])) == 3
+
+
+def test_a_slow_edge_leaves_the_ring_once_its_sender_has_told_of_it() -> None:
+    swarm = Swarm.of(5)
+    swarm.settle(SETTLED)
+    order = swarm.checker.links[SETTLED].contributors
+    slow, sender = {order[0], order[1]}, next(p for p in swarm.world.peers if p.peer_id == order[0])
+    swarm.world.feed(sender, ev.RateMeasured(order[1], 10))
+    swarm.world.run_for(3.0)  # gossip
+    swarm.settle(swarm.height + 2)
+    after = swarm.checker.links[swarm.height].contributors
+    assert sorted(after) == sorted(order), "nobody lost its place"
+    assert slow not in [{a, b} for a, b in zip(after, [*after[1:], after[0]], strict=True)]
