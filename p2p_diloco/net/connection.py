@@ -111,15 +111,20 @@ class Connection:
         """Whatever has come is taken at once: memory grows with bytes received, never with bytes claimed,
         and any byte of a slow frame counts as life."""
         pieces: list[bytes] = []
-        left = length
-        while left:
-            async with asyncio.timeout(self.stall_s):
+        left, loop = length, asyncio.get_running_loop()
+        renewed_s = loop.time()
+        # One deadline for the frame, moved now and then: one for each piece costs more than reading it.
+        async with asyncio.timeout(self.stall_s) as deadline:
+            while left:
                 piece = await self.reader.read(left)
-            if not piece:
-                raise LinkLostError("the other side closed the connection in the middle of a frame")
-            pieces.append(piece)
-            left -= len(piece)
-            self._count(len(piece))
+                if not piece:
+                    raise LinkLostError("the other side closed the connection in the middle of a frame")
+                pieces.append(piece)
+                left -= len(piece)
+                self._count(len(piece))
+                if (now_s := loop.time()) - renewed_s > self.stall_s / 16:
+                    renewed_s = now_s
+                    deadline.reschedule(now_s + self.stall_s)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _count(self, count: int) -> None:
@@ -146,6 +151,8 @@ class Connection:
             raise LinkLostError("the connection was closed before everything had left")
 
     async def _drain(self) -> None:
+        if self.writer.transport.get_write_buffer_size() < _BUFFER_BYTES:
+            return  # there is room for another piece
         while True:
             before = self.writer.transport.get_write_buffer_size()
             try:
