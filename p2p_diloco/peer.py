@@ -77,6 +77,7 @@ class Reporter:
             mean_loss=self._loss,
             eval_loss=None,
             state_root=values["state_root"],
+            rates_kbit_per_s=values["rates_kbit_per_s"],
         )
         self.status.note_epoch(metrics)
         self.metrics.write(metrics)

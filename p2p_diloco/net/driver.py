@@ -288,7 +288,8 @@ class Driver:
 
     def _metric(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "epoch":
-            for peer, kbit_per_s in self.links.take_rates().items():
+            rates = self.links.take_rates()
+            for peer, kbit_per_s in rates.items():
                 self.feed(ev.RateMeasured(peer, kbit_per_s))
             sent, received = self.links.totals()
             before = self.bytes_at_epoch
@@ -299,6 +300,7 @@ class Driver:
                 "bytes_received": received - before[1],
                 "quantisation_error": self.table.state.quantisation_error(),
                 "delta_norm": self.table.delta_norm,
+                "rates_kbit_per_s": {show(peer): rate for peer, rate in rates.items()},
             }
         self.watcher.metric(kind, values)
 

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochMetrics:
     """One certified epoch. Losses are nats per token, None where this peer has none; ``quantisation_error``
-    is the relative L2 error of our own delta's codec; bytes are payload and framing of all links."""
+    is the relative L2 error of our own delta's codec; bytes are payload and framing of all links;
+    ``rates_kbit_per_s`` are those of the links that held this peer's ring frames up, by peer."""
 
     kind: ClassVar[str] = "epoch"
 
@@ -41,6 +42,7 @@ class EpochMetrics:
     mean_loss: float | None
     eval_loss: float | None
     state_root: str
+    rates_kbit_per_s: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ Rates = Mapping[tuple[PeerId, PeerId], int]  # (sender, receiver): kbit/s
 
 _EXACT = 10  # members up to which the best cycle is found for sure: some ms at 10, four times that at 12
 _STARTS = 8  # greedy orders that the heuristic begins with
+_STEPS = 400_000  # what it may try in all, so that no set of rates holds up the event loop for long (guess)
 _FAST = 1 << 40  # of an edge that was never slow
 # The last order stays if the best one is not faster by this factor: rates that were measured differ from day
 # to day by some percent, and another ring has other unknown edges (guess).
@@ -109,10 +110,12 @@ def _improved(starts: Sequence[Sequence[int]], weights: Sequence[Sequence[int]])
     """The best that moving members away from the slowest edge makes of any of these orders, and of some that
     always go on to the fastest neighbour that is left."""
     count = len(weights)
-    best = list(starts[0])
-    for start in [*starts, *(_greedy(weights, first) for first in range(0, count, -(-count // _STARTS)))]:
+    best, moves = list(starts[0]), _STEPS // count**2
+    firsts = range(0, count, -(-count // _STARTS))
+    for start in [*starts, *(_greedy(weights, first) for first in firsts)]:
         order = list(start)
-        for _ in range(4 * count):
+        while moves > 0:
+            moves -= 1
             better = _segment_moved(order, weights) or _swapped(order, weights)
             if better is None:
                 break

@@ -258,3 +258,24 @@ async def test_a_frame_that_stops_half_way_ends_its_lane_after_the_stall_time() 
         assert server.manager._links[slow.peer_id].incoming == []
         control.close()
         lane.close()
+
+
+async def test_ring_frames_show_how_fast_a_link_is_and_state_for_joiners_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_diloco.net.rates._SKIP_S", 0.0)
+    monkeypatch.setattr("p2p_diloco.net.rates._WINDOW_S", 1e-9)
+    async with peers(2) as (one, two):
+        await one.dial(two)
+        payload = bytes(500_000)
+        for chunk in range(3):
+            header = DataHeader(kind=3, chunk=chunk, hop=0, weight=0, tag=bytes(32), length=len(payload))
+            await one.manager.send_data(two.peer_id, header, payload)
+        assert one.manager.take_rates() == {}
+        for chunk in range(3):
+            await send(one, two, chunk, payload)
+        rates = one.manager.take_rates()
+        assert list(rates) == [two.peer_id]
+        assert rates[two.peer_id] > 0
+        assert one.manager.take_rates() == {}
+        assert two.manager.take_rates() == {}

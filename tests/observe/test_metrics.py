@@ -18,7 +18,7 @@ from p2p_diloco.observe.metrics import (
     read_metrics,
 )
 
-EPOCH = EpochMetrics(3, 1, 4, ("a", "b"), 76_800, 1200.0, 10, 20, 0.01, 2.5, None, "ab" * 32)
+EPOCH = EpochMetrics(3, 1, 4, ("a", "b"), 76_800, 1200.0, 10, 20, 0.01, 2.5, None, "ab" * 32, {"b": 9})
 
 
 def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
@@ -38,6 +38,7 @@ def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
         "tokens_per_s": 900.0,
     }
     assert (epoch["kind"], epoch["contributors"], epoch["eval_loss"]) == ("epoch", ["a", "b"], None)
+    assert epoch["rates_kbit_per_s"] == {"b": 9}
     assert notice["text"] == "a line\nof two"
 
 

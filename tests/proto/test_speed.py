@@ -59,7 +59,7 @@ def test_above_ten_peers_the_heuristic_is_near_the_best_and_never_worse_than_by_
         assert found >= slowest(here, rates)
         shares.append(min(1.0, found / exact))
     assert statistics.mean(shares) > 0.9, shares
-    for count in (11, 14, 40, 64):
+    for count in (11, 14, 40, 64, 256):
         here = peers(count)
         rates = draw(here, count)
         order = fastest_order(here, rates, frozenset())
