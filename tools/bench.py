@@ -21,7 +21,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -177,21 +177,27 @@ def slowest_bits_per_s(wan: Wan) -> float:
     return 1e3 * min(rates[edge] for edge in zip(order, [*order[1:], order[0]], strict=True))
 
 
-def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
+def networks(options: argparse.Namespace) -> Iterator[tuple[str, Wan, Place]]:
+    """Each scenario that was asked for, up while it is looked at."""
     reason = unavailable()
     if reason:
         raise WanError(reason)
-    found, rows = [], []
     for name in options.scenario:
         scenario = load(name, options.scale)
         with Wan(scenario) as wan:
-            results = compared(Place(len(scenario.peers), wan), options, first=options.first)
-            line = slowest_bits_per_s(wan)
+            yield name, wan, Place(len(scenario.peers), wan)
+
+
+def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
+    found, rows = [], []
+    for name, wan, place in networks(options):
+        results = compared(place, options, first=options.first)
+        line = slowest_bits_per_s(wan)
         for result in results:
             share = 8 * result.sent_bytes / result.round_s / line if result.sent_bytes else 0.0
             rows.append(
                 (
-                    f"{name}, {len(scenario.peers)} peers",
+                    f"{name}, {place.peers} peers",
                     *row_of(result, results[0], options.values)[:5],
                     f"{line / 1e6:.0f}",
                     f"{100 * share:.0f} %",
@@ -211,16 +217,10 @@ def command_wan(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def command_order(options: argparse.Namespace) -> tuple[str, Any]:
-    reason = unavailable()
-    if reason:
-        raise WanError(reason)
     found, rows = [], []
-    for name in options.scenario:
-        scenario = load(name, options.scale)
-        with Wan(scenario) as wan:
-            place = Place(len(scenario.peers), wan)
-            result = ours(place, options.values, options.epochs, first=0)
-            line = slowest_bits_per_s(wan)
+    for name, wan, place in networks(options):
+        result = ours(place, options.values, options.epochs, first=0)
+        line = slowest_bits_per_s(wan)
         sends = 2 * (place.peers - 1) / place.peers * Codec("int8").payload_bytes(options.values)
         times = " ".join(f"{took:.1f}" for took in result.rounds_s)
         rows.append((f"{name}, {place.peers} peers", times, f"{8 * sends / line:.1f}"))

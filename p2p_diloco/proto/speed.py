@@ -39,15 +39,13 @@ def fastest_order(
     weights = _weights(base, rates, bad)
     count = len(base)
     places = {peer: place for place, peer in enumerate(base)}
-    start = list(range(count))
-    known = [start]
-    if len(last) == count and set(last) == here:
-        known.insert(0, [places[peer] for peer in last])
-    best = _exact(weights) if count <= _EXACT else _improved(known, weights)
-    for order in known:  # the last one first
-        if HYSTERESIS * slowest(order, weights) >= slowest(best, weights):
-            best = order
-            break
+    start, kept = list(range(count)), [places[peer] for peer in last if peer in places]
+    valid = len(last) == count and set(last) == here
+    best = _exact(weights) if count <= _EXACT else _improved([start, kept] if valid else [start], weights)
+    if valid and HYSTERESIS * slowest(kept, weights) >= slowest(best, weights):
+        best = kept
+    elif slowest(start, weights) >= slowest(best, weights):
+        best = start
     return tuple(base[place] for place in best)
 
 
