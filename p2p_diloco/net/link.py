@@ -54,6 +54,7 @@ class Link:
         self.data_bytes = Counters(parent=manager.counters)
         self.meter = RateMeter()
         control.counters = self.control_bytes
+        control.on_sent = self.meter.sent  # it carries ring frames as well where no lane can be dialled
         self.rtt_s: float | None = None
         self.offset_s: float | None = None
         self.no_lane_until_s = 0.0

@@ -189,7 +189,11 @@ async def test_a_sender_that_gives_up_in_the_middle_of_a_frame_costs_its_lane_an
         assert not one.of(LinkDown) + two.of(LinkDown)
 
 
-async def test_a_peer_that_cannot_be_dialled_gets_its_data_over_the_control_link() -> None:
+async def test_a_peer_that_cannot_be_dialled_gets_its_data_over_the_control_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_diloco.net.rates._SKIP_S", 0.0)
+    monkeypatch.setattr("p2p_diloco.net.rates._WINDOW_S", 1e-9)
     async with peers(1) as (server,):
         hidden = LinkPeer()  # never started: it dials out only
         await hidden.dial(server)
@@ -197,6 +201,7 @@ async def test_a_peer_that_cannot_be_dialled_gets_its_data_over_the_control_link
         await server.manager.send_data(hidden.peer_id, header_of(4, payload), payload)
         frame = (await hidden.until(DataFrame))[0]
         assert (frame.peer, frame.header.chunk, frame.payload) == (server.peer_id, 4, payload)
+        assert server.manager.take_rates()[hidden.peer_id] > 0, "measured there as well"
         server.manager.send(hidden.peer_id, GetGenesis(9))
         await hidden.until(Received)
         await hidden.manager.stop()
