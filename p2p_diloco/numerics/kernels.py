@@ -1,7 +1,7 @@
 """The two inner loops of the codec that numpy is slow at, and who runs them in which thread.
 
 Over rows of 256 values numpy pays per row: the largest magnitude of each row runs at 10 GB/s and a factor
-per row at 12, where torch's kernels reach 50 and 34 in the same cache (docs/PERFORMANCE.md). Both give the
+per row at 12, where torch's kernels reach 50 and 34 in the same cache (docs/LOG.md). Both give the
 same bits, since a maximum is exact and a product of two fp32 values has one correctly rounded result; there
 is no sum of products here that one of them could fuse. So which one a thread uses is its own business.
 """

@@ -22,7 +22,7 @@ BLOCK: Final = 256  # values under one scale (DESIGN 2)
 _LARGEST_CHUNK: Final = 1 << 20  # DESIGN 2
 # Below this a hop costs more than its bytes (5 peers, 10^6 values, 2 cores: 0.6 s an epoch; 4096: 2.4 s).
 _SMALLEST_CHUNK: Final = 16_384
-_WANTED_CHUNKS: Final = 96  # 4 peers, 25 million values: 256 chunks took twice as long (docs/PERFORMANCE.md)
+_WANTED_CHUNKS: Final = 96  # 4 peers, 25 million values: 256 chunks took twice as long (docs/LOG.md)
 
 
 @dataclass(frozen=True)

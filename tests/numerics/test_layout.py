@@ -102,7 +102,7 @@ def test_chunks_cover_every_value_once(total: int) -> None:
     )
 
 
-def test_small_models_get_some_hundreds_of_chunks_and_a_configured_size_wins() -> None:
+def test_small_models_get_about_a_hundred_chunks_and_a_configured_size_wins() -> None:
     assert 90 <= Layout.choose(20_000_000).chunks <= 100
     assert Layout.choose(1000, 10) == Layout(1000, 10)
 
